@@ -1,0 +1,1 @@
+"""What is computed: configurations, rotary embeddings, weights, layers, target and drafter."""
