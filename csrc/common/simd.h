@@ -1,0 +1,166 @@
+// Sixteen fp32 lanes on every instruction set, so that lane order, and with it rounding, is the same everywhere
+// except for fused multiply-adds (absent in `plain`). Included only by *_cpu_kernels.cpp: everything lives in the
+// namespace SK_ISA, and no standard container may be used there, since the linker could otherwise hand a function
+// compiled for AVX-512 to a machine without it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef SK_ISA
+#error "simd.h is for files compiled once per instruction set"
+#endif
+
+namespace spec_kernels {
+namespace SK_ISA {
+
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint16_t U16x16 __attribute__((vector_size(32)));
+
+// bfloat16 as bits: the upper half of an fp32.
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr int kLanes = 16;
+
+#define SK_INLINE static inline __attribute__((always_inline))
+
+SK_INLINE F32x16 splat(float x) { return F32x16{} + x; }
+
+SK_INLINE F32x16 load(const float* p) {
+  F32x16 v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+SK_INLINE F32x16 load(const bf16* p) {
+  U16x16 h;
+  std::memcpy(&h, p, sizeof(h));
+  return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
+}
+
+// Reads n < 16 elements; the other lanes are zero.
+template <class T>
+SK_INLINE F32x16 load_partial(const T* p, int64_t n) {
+  T tail[kLanes] = {};
+  std::memcpy(tail, p, static_cast<size_t>(n) * sizeof(T));
+  return load(tail);
+}
+
+SK_INLINE void store(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
+
+// Round to nearest even; a NaN stays a (quiet) NaN.
+SK_INLINE U16x16 to_bf16(F32x16 v) {
+  const U32x16 bits = (U32x16)v;
+  const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U32x16 quiet = (bits >> 16) | 0x40u;
+  const I32x16 is_nan = v != v;
+  return __builtin_convertvector((rounded & ~(U32x16)is_nan) | (quiet & (U32x16)is_nan), U16x16);
+}
+
+SK_INLINE void store(bf16* p, F32x16 v) {
+  const U16x16 h = to_bf16(v);
+  std::memcpy(p, &h, sizeof(h));
+}
+
+template <class T>
+SK_INLINE void store_partial(T* p, F32x16 v, int64_t n) {
+  T tail[kLanes];
+  store(tail, v);
+  std::memcpy(p, tail, static_cast<size_t>(n) * sizeof(T));
+}
+
+SK_INLINE float to_float(float x) { return x; }
+SK_INLINE float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof(f));
+  return f;
+}
+
+// Rounds through T and back: what a later reader of the stored value sees.
+template <class T>
+SK_INLINE F32x16 round_to(F32x16 v) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return v;
+  } else {
+    return (F32x16)(__builtin_convertvector(to_bf16(v), U32x16) << 16);
+  }
+}
+
+// a * b + c. Contraction is off in these files, so this alone decides what is fused.
+SK_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  struct Pair {
+    __m256 half[2];
+  } x, y, z;
+  std::memcpy(&x, &a, 64);
+  std::memcpy(&y, &b, 64);
+  std::memcpy(&z, &c, 64);
+  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+  F32x16 r;
+  std::memcpy(&r, &z, 64);
+  return r;
+#else
+  return a * b + c;
+#endif
+}
+
+SK_INLINE F32x16 max(F32x16 a, F32x16 b) { return a > b ? a : b; }
+SK_INLINE F32x16 min(F32x16 a, F32x16 b) { return a < b ? a : b; }
+
+// One fixed tree: lanes i and i+8, then i and i+4, i+2, i+1.
+SK_INLINE float reduce_add(F32x16 v) {
+  float x[kLanes];
+  store(x, v);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  }
+  return x[0];
+}
+
+SK_INLINE float reduce_max(F32x16 v) {
+  float x[kLanes];
+  store(x, v);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  }
+  return x[0];
+}
+
+// e^x to about 2 ulp over the whole range: x = n ln 2 + r, a degree-6 polynomial in r, exponent added to the bits.
+// -inf and anything below -87.3 give 0; above 88.7 gives +inf; NaN stays NaN.
+SK_INLINE F32x16 exp(F32x16 x) {
+  const F32x16 clamped = min(max(x, splat(-87.33654f)), splat(88.72283f));
+  const F32x16 kMagic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const F32x16 n = (clamped * 1.44269504f + kMagic) - kMagic;
+  F32x16 r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F32x16 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  // Two steps keep 2^128 and 2^-126 reachable without an exponent overflow in between.
+  const I32x16 whole = __builtin_convertvector(n, I32x16);
+  const I32x16 half = whole >> 1;
+  const F32x16 result = p * (F32x16)((half + 127) << 23) * (F32x16)((whole - half + 127) << 23);
+  const F32x16 low = x < -87.33654f ? splat(0.0f) : result;
+  const F32x16 high = x > 88.72283f ? splat(__builtin_inff()) : low;
+  return x != x ? x : high;
+}
+
+}  // namespace SK_ISA
+}  // namespace spec_kernels

@@ -1,0 +1,98 @@
+"""The op namespace ``spec_kernels``: every schema, and the compiled libraries that fill them.
+
+Schemas, fakes and references are Python, so every op exists with no compiled library at all; ``_C_cpu.so`` and
+``_C_cuda.so`` add kernels for their dispatch key. Ops write into tensors the caller owns and return ``()``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+NAMESPACE = "spec_kernels"
+
+SCHEMAS = {
+    "tree_build": "(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor root_tokens, "
+    "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, "
+    "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) pool_index, "
+    "Tensor(h!) status) -> ()",
+    "tree_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
+    "Tensor context_lens, Tensor ancestors, float scale, float logit_cap, int window, "
+    "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "tree_attention_mla": "(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_tables, "
+    "Tensor context_lens, Tensor ancestors, float scale, float logit_cap, int window, "
+    "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "tree_verify": "(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling, "
+    "Tensor context_lens, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor(a!) accept_index, "
+    "Tensor(b!) num_accepted, Tensor(c!) out_tokens, Tensor(d!) status) -> ()",
+    "compact": "(Tensor accept_index, Tensor num_accepted, Tensor context_lens, "
+    "Tensor block_tables, Tensor(a!)[] caches, Tensor(b!)[] rows) -> ()",
+    "hidden_capture": "(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, "
+    "Tensor(b!) out, Tensor(c!)? capture, int slot) -> ()",
+    "pcie_allreduce": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
+    "int world_size, int timeout_ms) -> ()",
+    "pcie_all_gather": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
+    "int world_size, int timeout_ms) -> ()",
+    "pcie_broadcast": "(Tensor(a!) tensor, int src, Tensor(b!) workspace, int rank, "
+    "int world_size, int timeout_ms) -> ()",
+    "pcie_barrier": "(Tensor(a!) workspace, int rank, int world_size, int timeout_ms) -> ()",
+    "moe_experts": "(Tensor x, Tensor router_weight, Tensor? correction_bias, Tensor w_gate_up, "
+    "Tensor w_down, Tensor? shared_gate_up, Tensor? shared_down, int top_k, int n_group, "
+    "int topk_group, float routed_scaling, bool normalize, Tensor(a!) out) -> ()",
+}
+
+_lib = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    _lib.define(_name + _schema)
+    # Every op only writes into its arguments, so the fake has nothing to make.
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *args: None, lib=_lib)
+
+
+def register_reference(name: str, function: Callable[..., None]) -> None:
+    """Makes ``function`` the implementation of op ``name`` wherever no compiled kernel is loaded."""
+    _lib.impl(name, function, "CompositeExplicitAutograd")
+
+
+@dataclass(frozen=True)
+class LibraryState:
+    """One compiled library: where it was looked for and why it is not loaded, if it is not."""
+
+    name: str
+    path: Path
+    loaded: bool
+    reason: str
+
+
+def _load(name: str) -> LibraryState:
+    path = Path(__file__).with_name(f"{name}.so")
+    if not path.exists():
+        return LibraryState(name, path, False, "not built")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return LibraryState(name, path, False, str(error))
+    return LibraryState(name, path, True, "loaded")
+
+
+LIBRARIES = {"cpu": _load("_C_cpu"), "cuda": _load("_C_cuda")}
+
+
+def cpu_isa() -> str:
+    """Instruction set the CPU kernels use: ``avx512``, ``avx2``, ``plain``, or ``none`` when not loaded."""
+    state = LIBRARIES["cpu"]
+    if not state.loaded:
+        return "none"
+    function = ctypes.CDLL(str(state.path)).spec_kernels_cpu_isa
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def has_kernel(name: str, device_type: str) -> bool:
+    """Whether a compiled kernel of op ``name`` is loaded for ``"cpu"`` or ``"cuda"``."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)

@@ -1,0 +1,82 @@
+"""Argument checks and the ``backend=`` switch shared by every op's ``api.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spec_kernels import _library
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+INTEGERS = (torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+def fail(op: str, argument: str, expected: object, got: object) -> None:
+    """Raises the one form of error for bad arguments."""
+    raise ValueError(f"spec_kernels::{op}: {argument}: expected {expected}, got {got}")
+
+
+def check_tensor(op: str, name: str, t: object, shape: tuple, dtypes: tuple, device=None) -> None:
+    """Checks that ``t`` is a tensor of ``shape`` (``None`` matches any size), one of ``dtypes``, on ``device``."""
+    if not isinstance(t, torch.Tensor):
+        fail(op, name, "a tensor", type(t).__name__)
+    got = t.shape
+    if len(got) != len(shape) or any(w is not None and w != g for w, g in zip(shape, got)):
+        want = ", ".join("*" if w is None else str(w) for w in shape)
+        fail(op, name, f"shape [{want}]", list(got))
+    if t.dtype not in dtypes:
+        fail(op, name, " or ".join(str(d).removeprefix("torch.") for d in dtypes), t.dtype)
+    if device is not None and t.device != device:
+        fail(op, name, f"device {device}", t.device)
+
+
+def check_last_dim(op: str, name: str, t: torch.Tensor) -> None:
+    """Rows may be strided; the elements of the last dimension must be adjacent."""
+    if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+        fail(op, name, "stride 1 in the last dimension", t.stride(-1))
+
+
+def check_contiguous(op: str, name: str, t: torch.Tensor) -> None:
+    if not t.is_contiguous():
+        fail(op, name, "a contiguous tensor", f"strides {list(t.stride())}")
+
+
+def run(
+    op: str,
+    backend: str | None,
+    device: torch.device,
+    args: tuple,
+    reference: Callable[..., None],
+    triton: Callable[..., None] | None = None,
+) -> None:
+    """Calls op ``op`` on ``args`` through ``backend``; ``None`` leaves the choice to torch's dispatcher.
+
+    Values that only the kernel reads (indices, lengths, pages) are refused there with the same wording, and
+    arrive here as the ``ValueError`` they are.
+    """
+    if backend is None:
+        function = getattr(torch.ops.spec_kernels, op).default
+    elif backend == "reference":
+        function = reference
+    elif backend in ("cpu", "cuda"):
+        if device.type != backend:
+            fail(op, "backend", f"tensors on {backend} for backend {backend!r}", device)
+        if not _library.has_kernel(op, backend):
+            reason = _library.LIBRARIES[backend].reason
+            fail(op, "backend", f"a compiled kernel for {backend!r}", f"none (library: {reason})")
+        function = getattr(torch.ops.spec_kernels, op).default
+    elif backend == "triton":
+        if triton is None:
+            fail(op, "backend", "a Triton kernel", "none for this op")
+        function = triton
+    else:
+        fail(op, "backend", f"None or one of {BACKENDS}", repr(backend))
+    try:
+        function(*args)
+    except RuntimeError as error:
+        message = str(error)
+        if message.startswith("spec_kernels::"):
+            raise ValueError(message.split("\nException raised from", 1)[0]) from None
+        raise
