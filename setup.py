@@ -38,11 +38,15 @@ def torch_dir():
 
 def num_jobs():
     """One compiler job a core, but no more than free memory carries."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         with open("/proc/meminfo") as f:
-            free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+            free = next(
+                int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")
+            )
     except (OSError, ValueError, StopIteration):
         free = BYTES_PER_JOB
     return max(1, min(cores, free // BYTES_PER_JOB))
@@ -73,7 +77,10 @@ class CMakeBuild(build_ext):
         missing = [
             what
             for what, found in (
-                ("a C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")),
+                (
+                    "a C++ compiler",
+                    shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
+                ),
                 ("cmake", shutil.which("cmake")),
                 ("make or ninja", shutil.which("ninja") or shutil.which("make")),
             )
@@ -82,7 +89,9 @@ class CMakeBuild(build_ext):
         if missing:
             if mode != "auto":
                 stop(f"SPEC_KERNELS_BUILD={mode} needs {', '.join(missing)}, not found")
-            say(f"{', '.join(missing)} not found: no compiled kernels; every op runs its PyTorch reference")
+            say(
+                f"{', '.join(missing)} not found: no compiled kernels; every op runs its PyTorch reference"
+            )
             return
         nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
         if mode == "cuda" and not nvcc:
@@ -92,7 +101,11 @@ class CMakeBuild(build_ext):
         self.cmake(torch, nvcc if mode != "cpu" else None)
 
     def cmake(self, torch, nvcc):
-        out = ROOT / "spec_kernels" if self.inplace or self.editable_mode else Path(self.build_lib).resolve() / "spec_kernels"
+        out = (
+            ROOT / "spec_kernels"
+            if self.inplace or self.editable_mode
+            else Path(self.build_lib).resolve() / "spec_kernels"
+        )
         build = Path(self.build_temp).resolve() / "cmake"
         build.mkdir(parents=True, exist_ok=True)
         configure = [
@@ -114,10 +127,14 @@ class CMakeBuild(build_ext):
                 configure.append(f"-DSK_CUDA_ARCHS={real}")
         jobs = num_jobs()
         for command in (configure, ["cmake", "--build", str(build), "-j", str(jobs)]):
-            done = subprocess.run(command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             (build / "log.txt").write_text(done.stdout)
             if done.returncode:
-                stop(f"{' '.join(command[:3])} … failed; first error:\n{first_error(done.stdout)}\nwhole log: {build}/log.txt")
+                stop(
+                    f"{' '.join(command[:3])} … failed; first error:\n{first_error(done.stdout)}\nwhole log: {build}/log.txt"
+                )
         built = sorted(p.name for p in out.glob("*.so"))
         say(f"built {', '.join(built)} with {jobs} jobs")
 

@@ -1,0 +1,1 @@
+"""Comparison and timing shared by tests and benchmarks. Nothing in the package imports it."""

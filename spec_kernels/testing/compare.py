@@ -1,0 +1,54 @@
+"""How a result is judged: against float64, with the error of the same-dtype PyTorch expression as the yardstick."""
+
+from __future__ import annotations
+
+import torch
+
+
+def assert_as_accurate(
+    got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = 2.0
+) -> None:
+    """Fails unless the error of ``got`` is at most ``factor`` times that of ``plain``.
+
+    Args:
+        got: the kernel's result.
+        exact: the same quantity computed in float64.
+        plain: the obvious PyTorch expression in the kernel's own dtype.
+        factor: how much worse than ``plain`` is still accepted (the largest error counts); half a unit
+            in the last place of the largest value is always granted, since ``plain`` may be exact.
+    """
+    assert got.shape == exact.shape == plain.shape, (got.shape, exact.shape, plain.shape)
+    assert got.dtype == plain.dtype, (got.dtype, plain.dtype)
+    if got.numel() == 0:
+        return
+    same = (got.double() == exact) | (
+        got.isnan() & exact.isnan()
+    )  # covers infinities of equal sign
+    error = torch.where(same, 0.0, (got.double() - exact).abs()).max().item()
+    plain_same = (plain.double() == exact) | (plain.isnan() & exact.isnan())
+    allowed = torch.where(plain_same, 0.0, (plain.double() - exact).abs()).max().item()
+    finite = exact[exact.isfinite()]
+    grain = torch.finfo(got.dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
+    assert error <= factor * allowed + grain, (
+        f"largest error {error:.3e}; PyTorch in {plain.dtype}: {allowed:.3e} (x {factor} allowed)"
+    )
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns, so that equality also tells -0.0 from 0.0 and compares NaN payloads."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(integers[t.element_size()])
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    different = bits(a) != bits(b)
+    assert not different.any(), (
+        f"{int(different.sum())} of {a.numel()} elements differ in their bits"
+    )
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A tensor of NaN (floats) or huge values (integers): what a kernel fails to write, or must not read, shows."""
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 2
+    return torch.full(shape, value, dtype=dtype, device=device)
