@@ -1,7 +1,8 @@
 """The op namespace ``spec_kernels``: every schema, and the compiled libraries that fill them.
 
-Schemas, fakes and references are Python, so every op exists with no compiled library at all; ``_C_cpu.so`` and
-``_C_cuda.so`` add kernels for their dispatch key. Ops write into tensors the caller owns and return ``()``.
+Schemas, fakes and references are Python, so every op exists with no compiled library at all;
+``_C_cpu.so`` and ``_C_cuda.so`` add kernels for their dispatch key. Ops write into tensors the
+caller owns and return ``()``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ for _name, _schema in SCHEMAS.items():
 
 
 def register_reference(name: str, function: Callable[..., None]) -> None:
-    """Makes ``function`` the implementation of op ``name`` wherever no compiled kernel is loaded."""
+    """Makes ``function`` what op ``name`` runs wherever no compiled kernel is loaded."""
     _lib.impl(name, function, "CompositeExplicitAutograd")
 
 
@@ -83,7 +84,7 @@ LIBRARIES = {"cpu": _load("_C_cpu"), "cuda": _load("_C_cuda")}
 
 
 def cpu_isa() -> str:
-    """Instruction set the CPU kernels use: ``avx512``, ``avx2``, ``plain``, or ``none`` when not loaded."""
+    """What the CPU kernels use: ``avx512``, ``avx2``, ``plain``; ``none`` if not loaded."""
     state = LIBRARIES["cpu"]
     if not state.loaded:
         return "none"

@@ -19,11 +19,13 @@ def fail(op: str, argument: str, expected: object, got: object) -> None:
 
 
 def check_tensor(op: str, name: str, t: object, shape: tuple, dtypes: tuple, device=None) -> None:
-    """Checks that ``t`` is a tensor of ``shape`` (``None`` matches any size), one of ``dtypes``, on ``device``."""
+    """Checks type, shape (``None`` matches any size), dtype and, if given, device of ``t``."""
     if not isinstance(t, torch.Tensor):
         fail(op, name, "a tensor", type(t).__name__)
     got = t.shape
-    if len(got) != len(shape) or any(w is not None and w != g for w, g in zip(shape, got)):
+    if len(got) != len(shape) or any(
+        w is not None and w != g for w, g in zip(shape, got, strict=True)
+    ):
         want = ", ".join("*" if w is None else str(w) for w in shape)
         fail(op, name, f"shape [{want}]", list(got))
     if t.dtype not in dtypes:
@@ -51,10 +53,10 @@ def run(
     reference: Callable[..., None],
     triton: Callable[..., None] | None = None,
 ) -> None:
-    """Calls op ``op`` on ``args`` through ``backend``; ``None`` leaves the choice to torch's dispatcher.
+    """Calls op ``op`` on ``args`` through ``backend``; ``None`` leaves it to torch's dispatcher.
 
-    Values that only the kernel reads (indices, lengths, pages) are refused there with the same wording, and
-    arrive here as the ``ValueError`` they are.
+    Values that only the kernel reads (indices, lengths, pages) are refused there with the same
+    wording, and arrive here as the ``ValueError`` they are.
     """
     if backend is None:
         function = getattr(torch.ops.spec_kernels, op).default

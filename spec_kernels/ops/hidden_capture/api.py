@@ -21,18 +21,19 @@ def hidden_capture(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """``residual += x``; returns ``rms_norm(residual) * weight``; stores the residual for the drafter.
+    """``residual += x``; returns ``rms_norm(residual) * weight``; stores the residual on request.
 
-    The sum is rounded to the residual's dtype before it is captured and normalised; arithmetic is fp32
-    and a row's bits depend on that row alone. Slot ``k`` of ``capture`` should receive the input of
-    layer ``aux_layers[k]`` (EAGLE-3: the residual stream entering a layer, all-reduced, before its norm).
+    The sum is rounded to the residual's dtype before it is captured and normalised; arithmetic is
+    fp32 and a row's bits depend on that row alone. Slot ``k`` of ``capture`` is meant for the input
+    of layer ``aux_layers[k]`` (EAGLE-3: the residual stream entering a layer, all-reduced, before
+    its norm).
 
     Args:
         x: ``[T, H]`` block output to add, or None (norm only, as for the first layer).
         residual: ``[T, H]`` float32 or bfloat16; updated in place. Rows may be strided.
         weight: ``[H]``, same dtype.
         eps: added to the mean square.
-        capture: ``[M >= T, S, H]`` caller-owned buffer; rows ``:T`` of slot ``slot`` are overwritten.
+        capture: ``[M >= T, S, H]`` caller-owned buffer; rows ``:T`` of ``slot`` are overwritten.
         slot: capture slot, ``0 <= slot < S``.
         out: ``[T, H]`` result; allocated when None.
         backend: see ``spec_kernels.ops.common.BACKENDS``.
