@@ -1,4 +1,4 @@
-"""The ``backend`` fixture: one suite runs against every implementation that this machine can run."""
+"""The ``backend`` fixture: one suite for every implementation this machine can run."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def pytest_configure(config):
 
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request):
-    """Name to pass as ``backend=``; a backend whose library is not loaded is skipped, saying why."""
+    """Name to pass as ``backend=``; one whose library is not loaded is skipped, saying why."""
     if request.param == "cpu" and not _library.LIBRARIES["cpu"].loaded:
         pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
     return request.param

@@ -1,4 +1,4 @@
-"""How a result is judged: against float64, with the error of the same-dtype PyTorch expression as the yardstick."""
+"""How a result is judged: its error against float64, beside that of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ def assert_as_accurate(
         got: the kernel's result.
         exact: the same quantity computed in float64.
         plain: the obvious PyTorch expression in the kernel's own dtype.
-        factor: how much worse than ``plain`` is still accepted (the largest error counts); half a unit
-            in the last place of the largest value is always granted, since ``plain`` may be exact.
+        factor: how much worse than ``plain`` is still accepted (the largest error counts). One eps
+            of the largest value is always granted, since ``plain`` may happen to be exact.
     """
     assert got.shape == exact.shape == plain.shape, (got.shape, exact.shape, plain.shape)
     assert got.dtype == plain.dtype, (got.dtype, plain.dtype)
     if got.numel() == 0:
         return
-    same = (got.double() == exact) | (
-        got.isnan() & exact.isnan()
-    )  # covers infinities of equal sign
+    # Equality covers infinities of equal sign, whose difference is NaN.
+    same = (got.double() == exact) | (got.isnan() & exact.isnan())
     error = torch.where(same, 0.0, (got.double() - exact).abs()).max().item()
     plain_same = (plain.double() == exact) | (plain.isnan() & exact.isnan())
     allowed = torch.where(plain_same, 0.0, (plain.double() - exact).abs()).max().item()
@@ -35,7 +34,7 @@ def assert_as_accurate(
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The tensor's bit patterns, so that equality also tells -0.0 from 0.0 and compares NaN payloads."""
+    """The bit patterns, so that equality tells -0.0 from 0.0 and compares NaN payloads."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return t.contiguous().view(integers[t.element_size()])
 
@@ -49,6 +48,6 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
-    """A tensor of NaN (floats) or huge values (integers): what a kernel fails to write, or must not read, shows."""
+    """NaN (floats) or huge values (integers): what is not written, or wrongly read, shows."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 2
     return torch.full(shape, value, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Timing for benchmarks: contenders take turns in one run, so that a noisy machine disturbs all alike."""
+"""Timing for benchmarks: contenders take turns, so that a noisy machine disturbs all alike."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster: the median over rounds of (rival's time / ours), with its 10-90 % spread."""
+    """How many times faster: median over rounds of rival's time / ours, with 10-90 % spread."""
 
     median: float
     low: float
@@ -48,7 +48,7 @@ class Ratio:
 def time_in_turns(
     contenders: dict[str, Callable[[], object]], *, rounds: int = 21, target_ms: float = 5.0
 ) -> dict[str, Timing]:
-    """Times each callable once a round, in turns; a sample is the mean of as many calls as fill ``target_ms``."""
+    """Times each callable in turns; a sample is the mean of the calls that fill ``target_ms``."""
     calls = {}
     for name, function in contenders.items():
         function()
@@ -72,7 +72,7 @@ def ratio(rival: Timing, ours: Timing) -> Ratio:
 
 
 def gemm_gflops(dtype: torch.dtype, size: int = 1024) -> float:
-    """This machine's own matrix-multiply rate, the ceiling that compute-bound kernels are quoted against."""
+    """This machine's matrix-multiply rate, the ceiling for compute-bound kernels."""
     a = torch.randn(size, size).to(dtype)
     b = torch.randn(size, size).to(dtype)
     t = time_in_turns({"gemm": lambda: a @ b}, rounds=9)["gemm"]
@@ -80,7 +80,7 @@ def gemm_gflops(dtype: torch.dtype, size: int = 1024) -> float:
 
 
 def copy_gbps(num_bytes: int = 1 << 28) -> float:
-    """Bytes read plus bytes written a second by a large copy: the ceiling for memory-bound kernels."""
+    """Bytes read plus written a second by a large copy: the ceiling when memory binds."""
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     t = time_in_turns({"copy": lambda: target.copy_(source)}, rounds=5, target_ms=1.0)["copy"]
