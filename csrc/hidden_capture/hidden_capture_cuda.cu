@@ -75,7 +75,7 @@ void launch(const HiddenCaptureArgs& args, int64_t num_rows, cudaStream_t stream
   } else {
     hidden_capture_kernel<T, kMaxPerThread><<<grid, kThreads, 0, stream>>>(args);
   }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_cuda(cudaGetLastError(), kOp);
 }
 
 void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, double eps, Tensor out,
