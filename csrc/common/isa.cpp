@@ -3,6 +3,14 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(SK_MULTI_ISA)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace spec_kernels {
 namespace {
 
@@ -23,11 +31,50 @@ Isa detect() {
   return best;
 }
 
+bool wanted_is(const char* name) {
+  const char* wanted = std::getenv("SPEC_KERNELS_CPU_ISA");
+  return wanted && std::strcmp(wanted, name) == 0;
+}
+
+bool detect_avx512_bf16() {
+#if defined(SK_MULTI_ISA)
+  unsigned a, b, c, d;
+  return cpu_isa() == Isa::kAvx512 && !wanted_is("avx512") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+#else
+  return false;
+#endif
+}
+
+bool detect_amx_bf16() {
+#if defined(SK_MULTI_ISA) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+  if (!cpu_has_avx512_bf16() || wanted_is("avx512_bf16")) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  constexpr unsigned kAmxTile = 1u << 24;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 Isa cpu_isa() {
   static const Isa isa = detect();
   return isa;
+}
+
+bool cpu_has_avx512_bf16() {
+  static const bool has = detect_avx512_bf16();
+  return has;
+}
+
+bool cpu_has_amx_bf16() {
+  static const bool has = detect_amx_bf16();
+  return has;
 }
 
 }  // namespace spec_kernels

@@ -54,6 +54,20 @@ SK_INLINE F32x16 load_partial(const T* p, int64_t n) {
   return load(tail);
 }
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+// Masked lanes are never touched, so neither can fault beyond the end of a tensor.
+template <>
+inline __attribute__((always_inline)) F32x16 load_partial(const float* p, int64_t n) {
+  return (F32x16)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+}
+
+template <>
+inline __attribute__((always_inline)) F32x16 load_partial(const bf16* p, int64_t n) {
+  const U16x16 h = (U16x16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
+  return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
+}
+#endif
+
 SK_INLINE void store(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
 
 // Round to nearest even; a NaN stays a (quiet) NaN.
@@ -76,6 +90,18 @@ SK_INLINE void store_partial(T* p, F32x16 v, int64_t n) {
   store(tail, v);
   std::memcpy(p, tail, static_cast<size_t>(n) * sizeof(T));
 }
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+template <>
+inline __attribute__((always_inline)) void store_partial(float* p, F32x16 v, int64_t n) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+}
+
+template <>
+inline __attribute__((always_inline)) void store_partial(bf16* p, F32x16 v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), (__m256i)to_bf16(v));
+}
+#endif
 
 SK_INLINE float to_float(float x) { return x; }
 SK_INLINE float to_float(bf16 x) {
