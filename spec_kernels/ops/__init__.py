@@ -1,6 +1,32 @@
 """The operations, one folder each: contract (``api``), oracle (``reference``), kernels."""
 
+from spec_kernels.ops.compact import compact
 from spec_kernels.ops.hidden_capture import hidden_capture
 from spec_kernels.ops.moe_experts import moe_experts
+from spec_kernels.ops.tree_build import (
+    DraftTree,
+    TreeStatus,
+    chain_tree,
+    link_tree,
+    num_words,
+    tree_build,
+    tree_from_paths,
+)
+from spec_kernels.ops.tree_verify import Purpose, Verified, VerifyStatus, tree_verify
 
-__all__ = ["hidden_capture", "moe_experts"]
+__all__ = [
+    "DraftTree",
+    "Purpose",
+    "TreeStatus",
+    "Verified",
+    "VerifyStatus",
+    "chain_tree",
+    "compact",
+    "hidden_capture",
+    "link_tree",
+    "moe_experts",
+    "num_words",
+    "tree_build",
+    "tree_from_paths",
+    "tree_verify",
+]

@@ -1,0 +1,3 @@
+from spec_kernels.ops.compact.api import compact
+
+__all__ = ["compact"]

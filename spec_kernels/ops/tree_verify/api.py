@@ -1,0 +1,176 @@
+"""The walk down a draft tree along the target's own choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.tree_verify.reference import tree_verify_reference
+
+_OP = "tree_verify"
+_INT32 = (torch.int32,)
+_INT64 = (torch.int64,)
+_FLOAT32 = (torch.float32,)
+
+
+@dataclass
+class Verified:
+    """What one cycle settled, for D = ``max_accepted`` and padded with -1.
+
+    Attributes:
+        accept_index: ``[B, D + 1]`` nodes on the accepted path, strictly increasing; the first is
+            the root, 0.
+        num_accepted: ``[B]`` drafts accepted; the accept length is one more (0 too for a padded
+            request, whose rows are all -1).
+        tokens: ``[B, D + 1]`` tokens emitted: the accepted drafts, then the bonus token.
+        status: ``[B]`` bits of ``VerifyStatus``; 0 = sound.
+    """
+
+    accept_index: torch.Tensor
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    status: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, batch: int, max_accepted: int, device: torch.device | str | None = None
+    ) -> Verified:
+        """Uninitialised storage for ``tree_verify(..., out=)``."""
+        if max_accepted < 0:
+            fail(_OP, "max_accepted", "at least 0", max_accepted)
+        path = (batch, max_accepted + 1)
+        return cls(
+            accept_index=torch.empty(path, dtype=torch.int32, device=device),
+            num_accepted=torch.empty((batch,), dtype=torch.int32, device=device),
+            tokens=torch.empty(path, dtype=torch.int64, device=device),
+            status=torch.empty((batch,), dtype=torch.int32, device=device),
+        )
+
+
+def tree_verify(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_accepted: int | None = None,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+    out: Verified | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """Walks from the root: while a child carries the target's token it is accepted; else that token
+    is the bonus.
+
+    The target's token at a node is a function of its logits, the request's parameters and seed, and
+    the absolute position of the token, ``context_len + depth + 1`` (the root stands at
+    ``context_len``). So plain decoding, any tree, any batch order and any backend choose the same
+    token, the emitted text is distributed exactly as the target's, and a larger tree never accepts
+    less.
+
+    The choice. Values are logits + bias in fp32; NaN, and ids that are not allowed, count as -inf.
+    Temperature 0: the greatest, ties to the lower id. Otherwise weights exp((value - greatest) /
+    temperature) in fp32 (+inf shares the weight evenly), truncated to multiples of 2^-40 so that
+    sums are exact in any order; then top-k (ties to the lower id), top-p on what is left (the
+    smallest best-first set whose mass reaches top_p), min-p (at least min_p times the greatest
+    probability). The token is the first id whose cumulative probability exceeds the coin, 24 bits
+    of Philox4x32-10 with the seed as key and (position, purpose) as counter. A token of probability
+    zero is never chosen.
+
+    Links are data too: an entry outside the tree, a child that does not come after its parent, or a
+    list that runs in a circle ends the search there, with a bit in ``status``. Siblings should
+    carry distinct tokens; of equal ones the first in the list is taken.
+
+    Args:
+        logits: ``[B, N, V]`` float32 or bfloat16, row i = after node i. Rows may be strided. Only
+            rows on the accepted path are read.
+        tokens, first_child, next_sibling: ``[B, N]``, as in ``DraftTree``.
+        context_lens: ``[B]`` committed length; negative = padded request: nothing of it is read.
+        max_accepted: D, the room for accepted drafts (default N - 1). A walk that reaches it stops.
+        temperature: ``[B]`` float32, finite, >= 0; 0 (or None) = greedy.
+        top_k: ``[B]`` integers; <= 0 or >= V = off.
+        top_p: ``[B]`` float32 >= 0; >= 1 = off; 0 keeps the best token.
+        min_p: ``[B]`` float32 <= 1; <= 0 = off.
+        seeds: ``[B]`` int64; required with ``temperature``.
+        logit_bias: ``[B, V]`` or ``[V]`` float32.
+        allowed: ``[B, N, ceil(V / 32)]`` int32 bitmask by node, least significant bit first; bits
+            past V are not read.
+        out: storage to write into; every element is overwritten. Integer tensors of either width.
+        backend: see ``spec_kernels.ops.common.BACKENDS``.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as above, or a parameter out of range
+            (on CPU; a CUDA kernel sets a status bit).
+    """
+    check_tensor(_OP, "logits", logits, (None, None, None), FLOATS)
+    check_last_dim(_OP, "logits", logits)
+    batch, num_nodes, vocab = logits.shape
+    if num_nodes < 1 or vocab < 1:
+        fail(_OP, "logits", "at least one node and one token", list(logits.shape))
+    device = logits.device
+    nodes, requests = (batch, num_nodes), (batch,)
+    check_tensor(_OP, "tokens", tokens, nodes, INTEGERS, device)
+    check_tensor(_OP, "first_child", first_child, nodes, INTEGERS, device)
+    check_tensor(_OP, "next_sibling", next_sibling, nodes, INTEGERS, device)
+    check_tensor(_OP, "context_lens", context_lens, requests, INTEGERS, device)
+    if temperature is not None:
+        check_tensor(_OP, "temperature", temperature, requests, _FLOAT32, device)
+        if seeds is None:
+            fail(_OP, "seeds", "one seed for each request when temperature is given", None)
+    if top_k is not None:
+        check_tensor(_OP, "top_k", top_k, requests, INTEGERS, device)
+    if top_p is not None:
+        check_tensor(_OP, "top_p", top_p, requests, _FLOAT32, device)
+    if min_p is not None:
+        check_tensor(_OP, "min_p", min_p, requests, _FLOAT32, device)
+    if seeds is not None:
+        check_tensor(_OP, "seeds", seeds, requests, _INT64, device)
+    if logit_bias is not None:
+        if isinstance(logit_bias, torch.Tensor) and logit_bias.dim() == 1:
+            logit_bias = logit_bias.expand(batch, -1)
+        check_tensor(_OP, "logit_bias", logit_bias, (batch, vocab), _FLOAT32, device)
+        check_last_dim(_OP, "logit_bias", logit_bias)
+    if allowed is not None:
+        words = (batch, num_nodes, (vocab + 31) // 32)
+        check_tensor(_OP, "allowed", allowed, words, _INT32, device)
+        check_last_dim(_OP, "allowed", allowed)
+    if out is None:
+        out = Verified.allocate(
+            batch, num_nodes - 1 if max_accepted is None else max_accepted, device
+        )
+    else:
+        steps = None if max_accepted is None else max_accepted + 1
+        check_tensor(_OP, "out.accept_index", out.accept_index, (batch, steps), INTEGERS, device)
+        if out.accept_index.shape[1] < 1:
+            fail(_OP, "out.accept_index", "at least one column", list(out.accept_index.shape))
+        check_tensor(_OP, "out.num_accepted", out.num_accepted, requests, INTEGERS, device)
+        check_tensor(_OP, "out.tokens", out.tokens, out.accept_index.shape, INTEGERS, device)
+        check_tensor(_OP, "out.status", out.status, requests, INTEGERS, device)
+    args = (
+        logits,
+        tokens,
+        first_child,
+        next_sibling,
+        context_lens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        logit_bias,
+        allowed,
+        out.accept_index,
+        out.num_accepted,
+        out.tokens,
+        out.status,
+    )
+    run(_OP, backend, device, args, tree_verify_reference)
+    return out
