@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -145,23 +145,48 @@ SK_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 SK_INLINE F32x16 max(F32x16 a, F32x16 b) { return a > b ? a : b; }
 SK_INLINE F32x16 min(F32x16 a, F32x16 b) { return a < b ? a : b; }
 
+typedef float F32x8 __attribute__((vector_size(32)));
+typedef float F32x4 __attribute__((vector_size(16)));
+
+// Lanes i and i+8, then i and i+4: the first two levels of the reduction trees below.
+SK_INLINE F32x4 fold_add(F32x16 v) {
+  F32x8 half[2];
+  std::memcpy(half, &v, sizeof(v));
+  const F32x8 sum = half[0] + half[1];
+  F32x4 quarter[2];
+  std::memcpy(quarter, &sum, sizeof(sum));
+  return quarter[0] + quarter[1];
+}
+
 // One fixed tree: lanes i and i+8, then i and i+4, i+2, i+1.
 SK_INLINE float reduce_add(F32x16 v) {
-  float x[kLanes];
-  store(x, v);
-  for (int width = 8; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) x[i] += x[i + width];
-  }
-  return x[0];
+  const F32x4 x = fold_add(v);
+  return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// reduce_add of four vectors at once, by the same tree.
+SK_INLINE F32x4 reduce_add(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
+#if defined(__SSE2__)
+  const __m128 x = (__m128)fold_add(a), y = (__m128)fold_add(b), z = (__m128)fold_add(c), w = (__m128)fold_add(d);
+  const __m128 xy = _mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
+  const __m128 zw = _mm_add_ps(_mm_movelh_ps(z, w), _mm_movehl_ps(w, z));
+  return (F32x4)_mm_add_ps(_mm_shuffle_ps(xy, zw, _MM_SHUFFLE(2, 0, 2, 0)),
+                           _mm_shuffle_ps(xy, zw, _MM_SHUFFLE(3, 1, 3, 1)));
+#else
+  return F32x4{reduce_add(a), reduce_add(b), reduce_add(c), reduce_add(d)};
+#endif
 }
 
 SK_INLINE float reduce_max(F32x16 v) {
-  float x[kLanes];
-  store(x, v);
-  for (int width = 8; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-  }
-  return x[0];
+  F32x8 half[2];
+  std::memcpy(half, &v, sizeof(v));
+  const F32x8 eight = half[0] > half[1] ? half[0] : half[1];
+  F32x4 quarter[2];
+  std::memcpy(quarter, &eight, sizeof(eight));
+  const F32x4 x = quarter[0] > quarter[1] ? quarter[0] : quarter[1];
+  const float even = x[0] > x[2] ? x[0] : x[2];
+  const float odd = x[1] > x[3] ? x[1] : x[3];
+  return even > odd ? even : odd;
 }
 
 // e^x to about 2 ulp over the whole range: x = n ln 2 + r, a degree-6 polynomial in r, exponent added to the bits.
