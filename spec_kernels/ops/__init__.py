@@ -3,6 +3,12 @@
 from spec_kernels.ops.compact import compact
 from spec_kernels.ops.hidden_capture import hidden_capture
 from spec_kernels.ops.moe_experts import moe_experts
+from spec_kernels.ops.tree_attention import (
+    attention_split_size,
+    attention_splits,
+    tree_attention,
+    tree_attention_mla,
+)
 from spec_kernels.ops.tree_build import (
     DraftTree,
     TreeStatus,
@@ -20,12 +26,16 @@ __all__ = [
     "TreeStatus",
     "Verified",
     "VerifyStatus",
+    "attention_split_size",
+    "attention_splits",
     "chain_tree",
     "compact",
     "hidden_capture",
     "link_tree",
     "moe_experts",
     "num_words",
+    "tree_attention",
+    "tree_attention_mla",
     "tree_build",
     "tree_from_paths",
     "tree_verify",

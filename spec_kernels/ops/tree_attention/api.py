@@ -1,0 +1,203 @@
+"""Attention of a draft tree over a paged cache: a node sees the prefix and its ancestors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.tree_attention.reference import (
+    tree_attention_mla_reference,
+    tree_attention_reference,
+)
+
+_MAX_WORDS = 32
+_WORD = (torch.int32,)
+_LSE = (torch.float32,)
+
+
+def _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap) -> None:
+    num_batch, num_rows = q.shape[:2]
+    device = q.device
+    check_tensor(op, "block_tables", block_tables, (num_batch, None), INTEGERS, device)
+    check_tensor(op, "context_lens", context_lens, (num_batch,), INTEGERS, device)
+    check_tensor(op, "ancestors", ancestors, (num_batch, num_rows, None), _WORD, device)
+    if ancestors.shape[2] > _MAX_WORDS:
+        fail(op, "ancestors", f"at most {_MAX_WORDS} words a row", ancestors.shape[2])
+    if not math.isfinite(scale):
+        fail(op, "scale", "a finite number", scale)
+    if not math.isfinite(logit_cap):
+        fail(op, "logit_cap", "a finite number", logit_cap)
+
+
+def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
+    check_last_dim(op, name, cache)
+    if cache.shape[1] < 1:
+        fail(op, name, "a page size of at least 1", cache.shape[1])
+
+
+def _outputs(op, q, v_dim, out, lse):
+    shape = (*q.shape[:3], v_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    else:
+        check_tensor(op, "out", out, shape, (q.dtype,), q.device)
+        check_last_dim(op, "out", out)
+        _check_no_overlap(op, "out", out)
+    if lse is None:
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    else:
+        check_tensor(op, "lse", lse, shape[:3], _LSE, q.device)
+        _check_no_overlap(op, "lse", lse)
+    return out, lse
+
+
+def _check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        fail(op, name, "rows that do not overlap", f"strides {list(t.stride())}")
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    ancestors: torch.Tensor,
+    *,
+    scale: float | None = None,
+    logit_cap: float = 0.0,
+    window: int = 0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grouped-query attention of ``N`` tree rows over a paged cache; returns ``(out, lse)``.
+
+    The tree's K/V stand in the cache at logical positions ``context_lens[b] + j``; bit ``j`` of a
+    row's words makes tree row ``j`` visible. A query row sees the whole prefix (subject to
+    ``window``) and the tree rows whose bits are set. A row without any bit is absent: out 0,
+    lse -inf, nothing is read for it. ``N`` and ``W`` are independent, so a drafter may query only
+    the newest level of its tree.
+
+    A row's set bits in ascending order are its path: the k-th has position ``context_lens[b] + k``.
+    The CPU kernel adds keys up by these positions alone, so a row has the same bits however its
+    keys are divided between prefix and tree, alone or in any tree and batch, on any number of
+    threads: decoding a path token by token and verifying it inside a tree agree bit for bit.
+
+    Args:
+        q: ``[B, N, H, Dk]`` float32 or bfloat16. Rows may be strided.
+        k_cache: ``[P, page, Hkv, Dk]``, same dtype, ``H`` a multiple of ``Hkv``. May be strided.
+        v_cache: ``[P, page, Hkv, Dv]``. May be strided.
+        block_tables: ``[B, M]`` int32 or int64: page of logical block ``m``. Only entries that
+            hold a visible key are looked at.
+        context_lens: ``[B]`` int32 or int64: length of the committed prefix; 0 is allowed.
+        ancestors: ``[B, N, W <= 32]`` int32 words, least significant bit first.
+        scale: factor of ``q . k``; ``Dk ** -0.5`` when None.
+        logit_cap: when positive, scores become ``cap * tanh(score / cap)`` after scaling.
+        window: when positive, a key is visible only if it is less than ``window`` positions behind.
+        out: ``[B, N, H, Dv]`` in q's dtype; allocated when None. May be strided.
+        lse: ``[B, N, H]`` float32, natural log of the sum of ``exp(score)``; allocated when None.
+        backend: see ``spec_kernels.ops.common.BACKENDS``.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as above, or (on CPU) a length is
+            negative, a table too narrow, or a page that is needed out of range.
+    """
+    op = "tree_attention"
+    check_tensor(op, "q", q, (None, None, None, None), FLOATS)
+    num_heads, k_dim = q.shape[2:]
+    same = (q.dtype,)
+    device = q.device
+    check_tensor(op, "k_cache", k_cache, (None, None, None, k_dim), same, device)
+    check_tensor(op, "v_cache", v_cache, (*k_cache.shape[:3], None), same, device)
+    check_last_dim(op, "q", q)
+    _check_cache(op, "k_cache", k_cache)
+    check_last_dim(op, "v_cache", v_cache)
+    num_kv_heads = k_cache.shape[2]
+    if k_dim < 1:
+        fail(op, "q", "at least one column", k_dim)
+    if num_heads and (num_kv_heads < 1 or num_heads % num_kv_heads):
+        fail(op, "k_cache", f"a number of heads that divides {num_heads}", num_kv_heads)
+    if scale is None:
+        scale = k_dim**-0.5
+    _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap)
+    out, lse = _outputs(op, q, v_cache.shape[3], out, lse)
+    args = (
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        ancestors,
+        scale,
+        logit_cap,
+        window,
+        out,
+        lse,
+    )
+    run(op, backend, device, args, tree_attention_reference)
+    return out, lse
+
+
+def tree_attention_mla(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    ancestors: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    window: int = 0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of ``N`` tree rows.
+
+    One cached row serves all heads: ``score = (q_latent . latent + q_rope . rope_key) * scale`` and
+    ``out = sum(weight * latent)``. The caller has multiplied ``q_latent`` by the key up-projection
+    and applies the value up-projection to ``out``. Visibility, window, cap, lse, errors and the
+    promise on bits are those of ``tree_attention``.
+
+    Args:
+        q_latent: ``[B, N, H, R]`` float32 or bfloat16. Rows may be strided.
+        q_rope: ``[B, N, H, Dr]``, same dtype.
+        cache: ``[P, page, R + Dr]``: latent, then rope key. May be strided.
+        scale: softmax scale; it belongs to the head before absorption, so no default fits.
+        out: ``[B, N, H, R]``; allocated when None.
+        block_tables, context_lens, ancestors, logit_cap, window, lse, backend: as in
+            ``tree_attention``.
+    """
+    op = "tree_attention_mla"
+    check_tensor(op, "q_latent", q_latent, (None, None, None, None), FLOATS)
+    rank = q_latent.shape[3]
+    same = (q_latent.dtype,)
+    device = q_latent.device
+    check_tensor(op, "q_rope", q_rope, (*q_latent.shape[:3], None), same, device)
+    check_tensor(op, "cache", cache, (None, None, rank + q_rope.shape[3]), same, device)
+    check_last_dim(op, "q_latent", q_latent)
+    check_last_dim(op, "q_rope", q_rope)
+    _check_cache(op, "cache", cache)
+    if rank < 1:
+        fail(op, "q_latent", "at least one column", rank)
+    _check_common(op, q_latent, block_tables, context_lens, ancestors, scale, logit_cap)
+    out, lse = _outputs(op, q_latent, rank, out, lse)
+    args = (
+        q_latent,
+        q_rope,
+        cache,
+        block_tables,
+        context_lens,
+        ancestors,
+        scale,
+        logit_cap,
+        window,
+        out,
+        lse,
+    )
+    run(op, backend, device, args, tree_attention_mla_reference)
+    return out, lse

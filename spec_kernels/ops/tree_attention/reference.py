@@ -1,0 +1,171 @@
+"""Readable PyTorch for tree attention: the oracle, and the fallback on every device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from spec_kernels._library import register_reference
+from spec_kernels.ops.common import fail
+
+
+def unpack_ancestors(ancestors: torch.Tensor) -> torch.Tensor:
+    """Words ``[B, N, W]`` int32 to booleans ``[B, N, 32 W]``; bit 0 of word 0 comes first."""
+    shifts = torch.arange(32, dtype=torch.int32, device=ancestors.device)
+    return ((ancestors.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)
+
+
+def _visibility(bits, context_lens, num_keys, window):
+    """Which logical key position each row sees: ``[B, N, num_keys]``.
+
+    A row's path is its set bits in ascending order, so the k-th of them has depth k and position
+    ``context_len + k``; the window is counted in these positions, not in cache rows.
+    """
+    context = context_lens.long().view(-1, 1, 1)
+    logical = torch.arange(num_keys, device=bits.device).view(1, 1, -1)
+    in_prefix = logical < context
+    slot = logical - context
+    in_tree = ~in_prefix & (slot < bits.shape[-1])
+    path_length = bits.sum(-1, keepdim=True)
+    if bits.shape[-1]:
+        index = slot.clamp(0, bits.shape[-1] - 1).expand(*bits.shape[:2], -1)
+        in_tree = in_tree & bits.gather(2, index)
+        key_depth = (bits.cumsum(-1) - 1).gather(2, index)
+    else:
+        key_depth = torch.zeros_like(slot)
+    visible = (in_prefix | in_tree) & (path_length > 0)
+    if window > 0:
+        key_position = torch.where(in_prefix, logical, context + key_depth)
+        visible &= context + path_length - 1 - key_position < window
+    return visible
+
+
+def check_values(op, num_pages, page, block_tables, context_lens, bits, window) -> int:
+    """Refuses what the kernel refuses; returns how many logical positions are in use."""
+    if bool((context_lens < 0).any()):
+        b = int((context_lens < 0).nonzero()[0])
+        fail(op, f"context_lens[{b}]", ">= 0", int(context_lens[b]))
+    capacity = block_tables.shape[1] * page
+    tree_bits = bits.any(1)
+    lengths = torch.zeros_like(context_lens, dtype=torch.int64)
+    if bits.shape[-1]:
+        places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
+        lengths = context_lens.long() * tree_bits.any(-1) + (tree_bits * places).amax(-1)
+    if bool((lengths > capacity).any()):
+        b = int((lengths > capacity).nonzero()[0])
+        fail(op, f"block_tables[{b}]", f"room for {int(lengths[b])} positions", capacity)
+    num_keys = int(lengths.max()) if lengths.numel() else 0
+    num_blocks = -(-num_keys // page)
+    visible = _visibility(bits, context_lens, num_blocks * page, window).any(1)
+    needed = visible.unflatten(-1, (num_blocks, page)).any(-1) if num_blocks else visible
+    pages = block_tables[:, :num_blocks]
+    wrong = needed & ((pages < 0) | (pages >= num_pages))
+    if bool(wrong.any()):
+        b, m = wrong.nonzero()[0].tolist()
+        fail(op, f"block_tables[{b}, {m}]", f"0 <= page < {num_pages}", int(block_tables[b, m]))
+    return num_blocks * page
+
+
+def attend(
+    op, q, k_cache, v_cache, block_tables, context_lens, ancestors, scale, logit_cap, window, dtype
+):
+    """Gather, mask, softmax, all in ``dtype``; returns out ``[B, N, H, Dv]``, lse ``[B, N, H]``.
+
+    On CPU bad values raise. On a device, where looking at them would wait for it, a key whose page
+    is out of range counts as absent; SPEC_KERNELS_CHECK=1 looks all the same.
+    """
+    num_batch, num_rows, num_heads, _ = q.shape
+    num_pages, page, num_kv_heads, _ = k_cache.shape
+    v_dim = v_cache.shape[-1]
+    bits = unpack_ancestors(ancestors)
+    num_keys = block_tables.shape[1] * page
+    if q.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
+        num_keys = check_values(op, num_pages, page, block_tables, context_lens, bits, window)
+    out = torch.zeros(num_batch, num_rows, num_heads, v_dim, dtype=dtype, device=q.device)
+    lse = torch.full((num_batch, num_rows, num_heads), -torch.inf, dtype=dtype, device=q.device)
+    if num_keys == 0 or num_pages == 0 or out.numel() == 0:
+        return out, lse
+
+    visible = _visibility(bits, context_lens, num_keys, window)
+    pages = block_tables[:, : num_keys // page].long()
+    in_range = ((pages >= 0) & (pages < num_pages)).repeat_interleave(page, dim=1)
+    visible = visible & in_range.unsqueeze(1)
+    pages = pages.clamp(0, num_pages - 1)
+    # Slots that no row sees may hold anything, NaN included: zeroed before they meet a product.
+    used = visible.any(1).view(num_batch, num_keys, 1, 1)
+    k = torch.where(used, k_cache[pages].flatten(1, 2).to(dtype), 0)
+    v = torch.where(used, v_cache[pages].flatten(1, 2).to(dtype), 0)
+
+    grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
+    present = visible.any(-1).view(num_batch, num_rows, 1, 1, 1)
+    grouped = torch.where(present, grouped, 0)
+    scores = torch.einsum("bnkgd,bskd->bnkgs", grouped, k) * scale
+    if logit_cap > 0:
+        scores = logit_cap * torch.tanh(scores / logit_cap)
+    scores = scores.masked_fill(~visible.view(num_batch, num_rows, 1, 1, num_keys), -torch.inf)
+    lse.copy_(torch.logsumexp(scores, -1).flatten(2))
+    shift = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(shift == -torch.inf, 0, shift))
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    # A weight of zero does not silence a NaN: it must reach the rows that see it, and no other.
+    finite = v.isfinite()
+    mixed = torch.einsum("bnkgs,bskd->bnkgd", weights, torch.where(finite, v, 0))
+    reached = torch.einsum("bns,bskd->bnkd", visible.to(dtype), (~finite).to(dtype)) > 0
+    out.copy_(mixed.masked_fill(reached.unsqueeze(3), torch.nan).flatten(2, 3))
+    return out, lse
+
+
+def tree_attention_reference(
+    q, k_cache, v_cache, block_tables, context_lens, ancestors, scale, logit_cap, window, out, lse
+) -> None:
+    result, log_sum = attend(
+        "tree_attention",
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        ancestors,
+        scale,
+        logit_cap,
+        window,
+        torch.float32,
+    )
+    out.copy_(result)
+    lse.copy_(log_sum)
+
+
+def tree_attention_mla_reference(
+    q_latent,
+    q_rope,
+    cache,
+    block_tables,
+    context_lens,
+    ancestors,
+    scale,
+    logit_cap,
+    window,
+    out,
+    lse,
+) -> None:
+    keys = cache.unsqueeze(2)
+    result, log_sum = attend(
+        "tree_attention_mla",
+        torch.cat((q_latent, q_rope), -1),
+        keys,
+        keys[..., : q_latent.shape[-1]],
+        block_tables,
+        context_lens,
+        ancestors,
+        scale,
+        logit_cap,
+        window,
+        torch.float32,
+    )
+    out.copy_(result)
+    lse.copy_(log_sum)
+
+
+register_reference("tree_attention", tree_attention_reference)
+register_reference("tree_attention_mla", tree_attention_mla_reference)
