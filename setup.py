@@ -91,13 +91,28 @@ def find_torch():
         )
     version = re.search(r"__version__ = '(\d+)\.(\d+)[^']*'", (torch / "version.py").read_text())
     if version and (int(version[1]), int(version[2])) < MIN_TORCH:
-        stop(f"torch: expected >= {'.'.join(map(str, MIN_TORCH))}, got {version[1]}.{version[2]} at {torch}")
+        stop(
+            f"torch: expected >= {'.'.join(map(str, MIN_TORCH))}, got {version[1]}.{version[2]} at {torch}"
+        )
     return torch
 
 
 def nvcc_knows(nvcc, arch):
-    command = [nvcc, "--dryrun", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    command = [
+        nvcc,
+        "--dryrun",
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-x",
+        "cu",
+        "-c",
+        os.devnull,
+        "-o",
+        os.devnull,
+    ]
+    return (
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+        == 0
+    )
 
 
 def cuda_archs(nvcc):
@@ -108,7 +123,9 @@ def cuda_archs(nvcc):
         stop(f'SPEC_KERNELS_CUDA_ARCHS: expected architectures such as "90a;120a", got {text!r}')
     for arch in named:
         if not re.fullmatch(r"\d{2,3}[af]?", arch):
-            stop(f'SPEC_KERNELS_CUDA_ARCHS: expected architectures such as "90a;120a", got {arch!r}')
+            stop(
+                f'SPEC_KERNELS_CUDA_ARCHS: expected architectures such as "90a;120a", got {arch!r}'
+            )
     if not nvcc:
         if named:
             stop(f"SPEC_KERNELS_CUDA_ARCHS={text} needs nvcc, not found")
@@ -165,7 +182,9 @@ def free_memory():
         meminfo = Path("/proc/meminfo").read_text()
         free.append(int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1]) * 1024)
         cgroup = Path("/sys/fs/cgroup")
-        limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = (
+            (cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current")
+        )
         if limit != "max":
             free.append(int(limit) - int(used))
     except (OSError, TypeError):  # not Linux, or no cgroup here: what was read so far counts
@@ -175,16 +194,22 @@ def free_memory():
 
 def num_jobs():
     """One compiler job a core, but no more than free memory carries."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(cores, free_memory() // BYTES_PER_JOB))
 
 
 def first_error(log):
     """The first diagnostic with its context, without the compiler's command line before it."""
     lines = log.splitlines()
-    pattern = re.compile(r"\berror\b[^:]{0,12}:|^CMake Error|undefined reference|\bld: |\bfatal\s*:")
+    pattern = re.compile(
+        r"\berror\b[^:]{0,12}:|^CMake Error|undefined reference|\bld: |\bfatal\s*:"
+    )
     first = next((i for i, line in enumerate(lines) if pattern.search(line)), None)
-    return "\n".join(line[:300] for line in (lines[first : first + 12] if first is not None else lines[-20:]))
+    return "\n".join(
+        line[:300] for line in (lines[first : first + 12] if first is not None else lines[-20:])
+    )
 
 
 class BuildKernels(build_ext):
@@ -225,7 +250,12 @@ class BuildKernels(build_ext):
         if plan.nvcc:
             configure.append(f"-DCMAKE_CUDA_COMPILER={plan.nvcc}")
         # CMake keeps its first choice of compiler, generator and paths: another choice needs a fresh folder.
-        key = "\n".join([*configure, *(os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"))])
+        key = "\n".join(
+            [
+                *configure,
+                *(os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")),
+            ]
+        )
         record = build / "configuration"
         if not record.exists() or record.read_text() != key:
             shutil.rmtree(build, ignore_errors=True)
@@ -235,12 +265,16 @@ class BuildKernels(build_ext):
         start = time.monotonic()
         say(f"building with {jobs} job{'s'[: jobs > 1]}")
         for command in (configure, [plan.cmake, "--build", str(build), "-j", str(jobs)]):
-            done = subprocess.run(command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             log = build / "log.txt"
             log.write_text(done.stdout)
             if done.returncode:
                 what = "configuring" if command is configure else "compiling"
-                stop(f"{what} failed; the first error:\n{first_error(done.stdout)}\nwhole log: {log}")
+                stop(
+                    f"{what} failed; the first error:\n{first_error(done.stdout)}\nwhole log: {log}"
+                )
         libraries = sorted(out.glob("*.so"))
         archs = f" (sm_{', sm_'.join(plan.archs)})" if plan.archs else ""
         names = ", ".join(p.name + (archs if p.name == "_C_cuda.so" else "") for p in libraries)

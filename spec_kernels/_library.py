@@ -54,8 +54,12 @@ for _name, _schema in SCHEMAS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *args: None, lib=_lib)
 
 
+REFERENCES: dict[str, Callable[..., None]] = {}
+
+
 def register_reference(name: str, function: Callable[..., None]) -> None:
     """Makes ``function`` what op ``name`` runs wherever no compiled kernel is loaded."""
+    REFERENCES[name] = function
     _lib.impl(name, function, "CompositeExplicitAutograd")
 
 
