@@ -19,8 +19,9 @@ Isa detect() {
 #if defined(SK_MULTI_ISA)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = Isa::kAvx2;
-  if (best == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+  if (best == Isa::kAvx2 && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
     best = Isa::kAvx512;
   }
   if (const char* wanted = std::getenv("SPEC_KERNELS_CPU_ISA")) {
@@ -37,16 +38,17 @@ bool wanted_is(const char* name) {
 }
 
 bool detect_avx512_bf16() {
-#if defined(SK_MULTI_ISA)
+#if SK_HAS_BF16_ISA
   unsigned a, b, c, d;
-  return cpu_isa() == Isa::kAvx512 && !wanted_is("avx512") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+  return cpu_isa() == Isa::kAvx512 && !wanted_is("avx512") &&
+         __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 #else
   return false;
 #endif
 }
 
 bool detect_amx_bf16() {
-#if defined(SK_MULTI_ISA) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#if SK_HAS_BF16_ISA && defined(__linux__)
   if (!cpu_has_avx512_bf16() || wanted_is("avx512_bf16")) return false;
   constexpr unsigned kAmxBf16 = 1u << 22;
   constexpr unsigned kAmxTile = 1u << 24;

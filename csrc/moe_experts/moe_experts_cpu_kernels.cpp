@@ -1,0 +1,357 @@
+#include "common/simd.h"
+#include "moe_experts/moe_experts.h"
+
+// AVX512-BF16 and AMX-BF16 are used through the assembler alone: these objects must run on any
+// AVX-512 machine, and the caller asks for a form only where the machine has it.
+#if defined(__AVX512F__) && SK_HAS_BF16_ISA
+#define SK_BF16_FORMS 1
+#endif
+
+namespace spec_kernels {
+namespace SK_ISA {
+namespace {
+
+// A tile of rows x outs accumulators fills the vector registers of the instruction set. Its shape
+// has no say in the bits.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6, kTileOuts = 4, kSingleRowOuts = 8;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 1, kTileOuts = 4, kSingleRowOuts = 4;
+#else
+constexpr int kTileRows = 1, kTileOuts = 2, kSingleRowOuts = 2;
+#endif
+
+// fp32 rows times fp32 or (widened) bf16 weights: lane i accumulates elements i, i + 16, ...
+template <class Weight>
+struct FusedMultiply {
+  using X = float;
+  using W = Weight;
+  using Vector = F32x16;
+  static constexpr int64_t kStep = kLanes;
+
+  template <class T>
+  SK_INLINE Vector read(const T* p) {
+    return load(p);
+  }
+  template <class T>
+  SK_INLINE Vector read_partial(const T* p, int64_t n) {
+    return load_partial(p, n);
+  }
+  SK_INLINE void accumulate(F32x16& acc, Vector x, Vector w) { acc = fma(x, w, acc); }
+};
+
+#if SK_BF16_FORMS
+// bf16 rows times bf16 weights: lane i accumulates pairs i, i + 16, ...
+struct Bf16Dot {
+  using X = bf16;
+  using W = bf16;
+  using Vector = __m512i;
+  static constexpr int64_t kStep = 2 * kLanes;
+
+  SK_INLINE Vector read(const bf16* p) { return _mm512_loadu_si512(p); }
+  SK_INLINE Vector read_partial(const bf16* p, int64_t n) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << n) - 1), p);
+  }
+  SK_INLINE void accumulate(F32x16& acc, Vector x, Vector w) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(x), "v"(w));
+  }
+};
+#endif
+
+template <class Dot, int kRows, int kOuts>
+void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_stride,
+          int64_t depth, float* y, int64_t y_stride) {
+  F32x16 acc[kRows][kOuts] = {};
+  const auto step = [&](auto&& read, int64_t k) __attribute__((always_inline)) {
+    typename Dot::Vector weights[kOuts];
+#pragma GCC unroll 8
+    for (int o = 0; o < kOuts; ++o) weights[o] = read(w + o * w_stride + k);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const typename Dot::Vector row = read(x[r] + k);
+#pragma GCC unroll 8
+      for (int o = 0; o < kOuts; ++o) Dot::accumulate(acc[r][o], row, weights[o]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + Dot::kStep <= depth; k += Dot::kStep) {
+    step([](const auto* p) __attribute__((always_inline)) { return Dot::read(p); }, k);
+  }
+  if (k < depth) {
+    step([&](const auto* p)
+             __attribute__((always_inline)) { return Dot::read_partial(p, depth - k); },
+         k);
+  }
+  for (int r = 0; r < kRows; ++r) {
+    float* to = y + r * y_stride;
+    if constexpr (kOuts % 4 == 0) {
+      for (int o = 0; o < kOuts; o += 4) {
+        const F32x4 sums = reduce_add(acc[r][o], acc[r][o + 1], acc[r][o + 2], acc[r][o + 3]);
+        std::memcpy(to + o, &sums, sizeof(sums));
+      }
+    } else {
+      for (int o = 0; o < kOuts; ++o) to[o] = reduce_add(acc[r][o]);
+    }
+  }
+}
+
+template <class Dot, int kRows, int kOuts>
+void tiles_over_outs(const MoeProduct& p, const typename Dot::X* const* x, float* y) {
+  const auto* w = static_cast<const typename Dot::W*>(p.w);
+  int64_t o = 0;
+  for (; o + kOuts <= p.num_outs; o += kOuts) {
+    tile<Dot, kRows, kOuts>(x, w + o * p.w_stride, p.w_stride, p.depth, y + o, p.y_stride);
+  }
+  for (; o < p.num_outs; ++o)
+    tile<Dot, kRows, 1>(x, w + o * p.w_stride, p.w_stride, p.depth, y + o, p.y_stride);
+}
+
+template <class Dot, int kRows>
+int64_t tiles_over_rows(const MoeProduct& p, int64_t r) {
+  for (; r + kRows <= p.num_rows; r += kRows) {
+    const typename Dot::X* x[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = static_cast<const typename Dot::X*>(p.x) +
+             (p.x_index ? p.x_index[r + i] : r + i) * p.x_stride;
+    }
+    tiles_over_outs<Dot, kRows, kRows == 1 ? kSingleRowOuts : kTileOuts>(p, x,
+                                                                         p.y + r * p.y_stride);
+  }
+  return r;
+}
+
+template <class Dot>
+void product(const MoeProduct& p) {
+  int64_t r = 0;
+  if constexpr (kTileRows > 1) {
+    r = tiles_over_rows<Dot, kTileRows>(p, r);
+    r = tiles_over_rows<Dot, 4>(p, r);
+    r = tiles_over_rows<Dot, 2>(p, r);
+  }
+  tiles_over_rows<Dot, 1>(p, r);
+}
+
+#if SK_BF16_FORMS
+// Weights are the left operand as they lie in memory (16 weight rows x 32 of the depth), packed
+// rows the right one, so that a tile of results is [16 weight rows][16 rows]. Tiles 0-3 accumulate,
+// 4-5 hold weights, 6-7 rows.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+
+  void set(int tile, int64_t rows, int64_t bytes) {
+    num_rows[tile] = static_cast<uint8_t>(rows);
+    row_bytes[tile] = static_cast<uint16_t>(bytes);
+  }
+};
+
+#define SK_TILE_LOAD(tile, base, stride)                                                         \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"(static_cast<int64_t>(stride)) \
+               : "memory")
+#define SK_TILE_STORE(tile, base, stride)                          \
+  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), \
+               "r"(static_cast<int64_t>(stride))                   \
+               : "memory")
+#define SK_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
+#define SK_TILE_DOT(acc, w, x) asm volatile("tdpbf16ps %%tmm" #x ", %%tmm" #w ", %%tmm" #acc ::)
+
+// One tile of results, transposed into rows of y.
+template <class StoreTile>
+void write_tile(StoreTile&& store_tile, int64_t outs, int64_t rows, float* y, int64_t y_stride) {
+  alignas(64) float buffer[16 * 16];
+  store_tile(buffer);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < outs; ++o) y[r * y_stride + o] = buffer[o * 16 + r];
+  }
+}
+
+template <bool kTwoW, bool kTwoX>
+SK_INLINE void amx_step(const bf16* w, int64_t w_bytes, const bf16* x0, int64_t x0_bytes,
+                        const bf16* x1, int64_t x1_bytes) {
+  SK_TILE_LOAD(4, w, w_bytes);
+  SK_TILE_LOAD(6, x0, x0_bytes);
+  SK_TILE_DOT(0, 4, 6);
+  if constexpr (kTwoW) {
+    SK_TILE_LOAD(5, reinterpret_cast<const char*>(w) + 16 * w_bytes, w_bytes);
+    SK_TILE_DOT(2, 5, 6);
+  }
+  if constexpr (kTwoX) {
+    SK_TILE_LOAD(7, x1, x1_bytes);
+    SK_TILE_DOT(1, 4, 7);
+    if constexpr (kTwoW) SK_TILE_DOT(3, 5, 7);
+  }
+}
+
+template <bool kTwoW, bool kTwoX>
+void amx_block(const MoeProduct& p, const bf16* x, int64_t first_row) {
+  const auto* w = static_cast<const bf16*>(p.w);
+  const int64_t depth = moe_packed_depth(p.depth);
+  const int64_t outs0 = p.num_outs < 16 ? p.num_outs : 16;
+  const int64_t outs1 = p.num_outs - outs0;
+  const int64_t left = p.num_rows - first_row;
+  const int64_t rows0 = left < 16 ? left : 16;
+  const int64_t rows1 = left - rows0 < 16 ? left - rows0 : 16;
+  TileConfig config;
+  config.set(0, outs0, rows0 * 4);
+  config.set(4, outs0, 64);
+  config.set(6, 16, rows0 * 4);
+  if (kTwoW) {
+    config.set(2, outs1, rows0 * 4);
+    config.set(5, outs1, 64);
+  }
+  if (kTwoX) {
+    config.set(1, outs0, rows1 * 4);
+    config.set(7, 16, rows1 * 4);
+    if (kTwoW) config.set(3, outs1, rows1 * 4);
+  }
+  asm volatile("ldtilecfg %0" ::"m"(config));
+  SK_TILE_ZERO(0);
+  if constexpr (kTwoW) SK_TILE_ZERO(2);
+  if constexpr (kTwoX) SK_TILE_ZERO(1);
+  if constexpr (kTwoW && kTwoX) SK_TILE_ZERO(3);
+
+  const bf16* x0 = x + first_row * depth;
+  const bf16* x1 = x0 + 16 * depth;
+  const int64_t w_bytes = p.w_stride * 2;
+  int64_t k = 0;
+  for (; k + kMoePackDepth <= p.depth; k += kMoePackDepth) {
+    amx_step<kTwoW, kTwoX>(w + k, w_bytes, x0 + k * rows0, rows0 * 4, x1 + k * rows1, rows1 * 4);
+  }
+  if (k < p.depth) {
+    // The end of a weight row is not a multiple of the tile: a copy padded with zeros, since what
+    // follows in memory may be anything, or nothing.
+    alignas(64) bf16 tail[kMoeBlock * kMoePackDepth] = {};
+    for (int64_t o = 0; o < p.num_outs; ++o) {
+      std::memcpy(tail + o * kMoePackDepth, w + o * p.w_stride + k,
+                  static_cast<size_t>(p.depth - k) * sizeof(bf16));
+    }
+    amx_step<kTwoW, kTwoX>(tail, kMoePackDepth * 2, x0 + k * rows0, rows0 * 4, x1 + k * rows1,
+                           rows1 * 4);
+  }
+
+  float* y = p.y + first_row * p.y_stride;
+  write_tile([](float* b) { SK_TILE_STORE(0, b, 64); }, outs0, rows0, y, p.y_stride);
+  if constexpr (kTwoW)
+    write_tile([](float* b) { SK_TILE_STORE(2, b, 64); }, outs1, rows0, y + 16, p.y_stride);
+  if constexpr (kTwoX) {
+    y += 16 * p.y_stride;
+    write_tile([](float* b) { SK_TILE_STORE(1, b, 64); }, outs0, rows1, y, p.y_stride);
+    if constexpr (kTwoW)
+      write_tile([](float* b) { SK_TILE_STORE(3, b, 64); }, outs1, rows1, y + 16, p.y_stride);
+  }
+}
+
+void amx_product(const MoeProduct& p) {
+  const auto* x = static_cast<const bf16*>(p.x);
+  for (int64_t r = 0; r < p.num_rows; r += 2 * kMoePackRows) {
+    const bool two_x = p.num_rows - r > kMoePackRows;
+    if (p.num_outs > 16) {
+      two_x ? amx_block<true, true>(p, x, r) : amx_block<true, false>(p, x, r);
+    } else {
+      two_x ? amx_block<false, true>(p, x, r) : amx_block<false, false>(p, x, r);
+    }
+  }
+}
+#endif
+
+template <class T>
+SK_INLINE F32x16 load_up_to(const T* p, int64_t n) {
+  return n >= kLanes ? load(p) : load_partial(p, n);
+}
+
+template <class T>
+SK_INLINE void store_up_to(T* p, F32x16 v, int64_t n) {
+  n >= kLanes ? store(p, v) : store_partial(p, v, n);
+}
+
+SK_INLINE F32x16 sigmoid(F32x16 x) { return 1.0f / (exp(-x) + 1.0f); }
+
+}  // namespace
+
+void moe_product(const MoeProduct& p, MoeForm form) {
+  switch (form) {
+    case MoeForm::kF32:
+      return product<FusedMultiply<float>>(p);
+    case MoeForm::kWiden:
+      return product<FusedMultiply<bf16>>(p);
+#if SK_BF16_FORMS
+    case MoeForm::kBf16Dot:
+      return product<Bf16Dot>(p);
+    case MoeForm::kAmx:
+      return amx_product(p);
+#else
+    default:
+      __builtin_trap();  // never asked for: the machine has no such form
+#endif
+  }
+}
+
+void moe_release_tiles() {
+#if SK_BF16_FORMS
+  asm volatile("tilerelease" ::);
+#endif
+}
+
+void moe_pack(const uint16_t* x, int64_t x_stride, const int64_t* x_index, int64_t num_rows,
+              int64_t depth, uint16_t* packed) {
+  const int64_t padded = moe_packed_depth(depth);
+  for (int64_t first = 0; first < num_rows; first += kMoePackRows) {
+    const int64_t rows = num_rows - first < kMoePackRows ? num_rows - first : kMoePackRows;
+    uint16_t* group = packed + first * padded;
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint16_t* row = x + (x_index ? x_index[first + r] : first + r) * x_stride;
+      for (int64_t k = 0; k < padded; k += 2) {
+        const uint16_t pair[2] = {k < depth ? row[k] : uint16_t{0},
+                                  k + 1 < depth ? row[k + 1] : uint16_t{0}};
+        std::memcpy(group + k * rows + 2 * r, pair, sizeof(pair));
+      }
+    }
+  }
+}
+
+void moe_widen(const uint16_t* x, int64_t n, float* y) {
+  const bf16* from = reinterpret_cast<const bf16*>(x);
+  for (int64_t i = 0; i < n; i += kLanes) store_up_to(y + i, load_up_to(from + i, n - i), n - i);
+}
+
+void moe_sigmoid(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_up_to(x + i, sigmoid(load_up_to(x + i, n - i)), n - i);
+}
+
+void moe_activate(const float* gate, const float* up, int64_t n, Float dtype, bool narrow,
+                  void* act) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t left = n - i;
+    const F32x16 g = load_up_to(gate + i, left);
+    F32x16 a = g * sigmoid(g) * load_up_to(up + i, left);
+    if (dtype == Float::kBf16) a = round_to<bf16>(a);
+    if (narrow) {
+      store_up_to(static_cast<bf16*>(act) + i, a, left);
+    } else {
+      store_up_to(static_cast<float*>(act) + i, a, left);
+    }
+  }
+}
+
+void moe_combine(const float* const* rows, const float* weights, int64_t num_rows,
+                 const float* shared, int64_t n, Float dtype, void* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t left = n - i;
+    F32x16 sum = {};
+    for (int64_t r = 0; r < num_rows; ++r)
+      sum = fma(splat(weights[r]), load_up_to(rows[r] + i, left), sum);
+    if (shared) sum = sum + load_up_to(shared + i, left);
+    if (dtype == Float::kBf16) {
+      store_up_to(static_cast<bf16*>(out) + i, sum, left);
+    } else {
+      store_up_to(static_cast<float*>(out) + i, sum, left);
+    }
+  }
+}
+
+}  // namespace SK_ISA
+}  // namespace spec_kernels
