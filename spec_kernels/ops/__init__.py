@@ -8,6 +8,11 @@ from spec_kernels.ops.tree_attention import (
     attention_splits,
     tree_attention,
     tree_attention_mla,
+from spec_kernels.ops.pcie_allreduce import (
+    pcie_all_gather,
+    pcie_allreduce,
+    pcie_barrier,
+    pcie_broadcast,
 )
 from spec_kernels.ops.tree_build import (
     DraftTree,
@@ -36,6 +41,10 @@ __all__ = [
     "num_words",
     "tree_attention",
     "tree_attention_mla",
+    "pcie_all_gather",
+    "pcie_allreduce",
+    "pcie_barrier",
+    "pcie_broadcast",
     "tree_build",
     "tree_from_paths",
     "tree_verify",

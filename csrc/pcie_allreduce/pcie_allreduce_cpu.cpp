@@ -1,0 +1,421 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/check.h"
+#include "pcie_allreduce/pcie_allreduce.h"
+
+namespace spec_kernels {
+namespace {
+
+using group::CallInfo;
+using group::Failure;
+using group::Header;
+using group::Op;
+using group::RankLine;
+
+// The header of the segment behind `workspace`, or an error before anything else of it is read.
+Header& checked_header(const char* op, const Tensor& workspace, int64_t rank, int64_t world_size) {
+  check_cpu(op, "workspace", workspace);
+  check_dtype(op, "workspace", workspace, ScalarType::Byte);
+  check_shape(op, "workspace", workspace, {-1});
+  check_contiguous(op, "workspace", workspace);
+  const uint64_t size = static_cast<uint64_t>(workspace.numel());
+  SK_CHECK(size >= sizeof(Header), op, "workspace",
+           "at least " + std::to_string(sizeof(Header)) + " bytes", size);
+  void* data = workspace.data_ptr();
+  SK_CHECK(reinterpret_cast<uintptr_t>(data) % group::kSlotAlignment == 0, op, "workspace",
+           "a page-aligned segment", "an address inside a page");
+  Header& h = *static_cast<Header*>(data);
+  SK_CHECK(h.magic == group::kMagic, op, "workspace", "a segment of spec_kernels (magic number)",
+           "other bytes");
+  SK_CHECK(h.version == group::kVersion, op, "workspace",
+           "segment version " + std::to_string(group::kVersion), h.version);
+  SK_CHECK(h.digest == group::header_digest(h), op, "workspace", "an intact header (digest)",
+           "a damaged one");
+  SK_CHECK(h.world_size == world_size, op, "world_size", h.world_size, world_size);
+  SK_CHECK(h.total_bytes == size && h.capacity > 0 && h.capacity < size &&
+               group::segment_bytes(h.world_size, h.capacity) == size,
+           op, "workspace", std::to_string(h.total_bytes) + " bytes", size);
+  SK_CHECK(h.ranks[rank].base.load(std::memory_order_relaxed) == reinterpret_cast<uintptr_t>(data),
+           op, "workspace",
+           "the mapped segment that rank " + std::to_string(rank) + " bound in this process",
+           "a copy, or another rank's");
+  return h;
+}
+
+void check_group(const char* op, int64_t rank, int64_t world_size, int64_t timeout_ms) {
+  SK_CHECK(world_size >= 1 && world_size <= group::kMaxRanks, op, "world_size", "1 to 8 ranks",
+           world_size);
+  SK_CHECK(rank >= 0 && rank < world_size, op, "rank", "0 <= rank < " + std::to_string(world_size),
+           rank);
+  SK_CHECK(timeout_ms > 0 && timeout_ms <= std::numeric_limits<int32_t>::max(), op, "timeout_ms",
+           "a positive number of milliseconds", timeout_ms);
+}
+
+void check_apart(const char* op, const char* name, const Tensor& a, const Tensor& b) {
+  const char* x = static_cast<const char*>(a.data_ptr());
+  const char* y = static_cast<const char*>(b.data_ptr());
+  const int64_t num_x = a.numel() * static_cast<int64_t>(a.element_size());
+  const int64_t num_y = b.numel() * static_cast<int64_t>(b.element_size());
+  SK_CHECK(num_x == 0 || num_y == 0 || x + num_x <= y || y + num_y <= x, op, name,
+           "memory apart from the other tensors", "an overlap");
+}
+
+int64_t num_bytes(const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); }
+
+// One collective call of one rank: its place in the row of steps, its waits, and its part in
+// failing together.
+class Call {
+ public:
+  Call(Op op, Header& header, int64_t rank, int64_t timeout_ms, const CallInfo& info)
+      : op_(op),
+        h_(header),
+        line_(header.ranks[rank]),
+        rank_(static_cast<uint32_t>(rank)),
+        world_(header.world_size),
+        timeout_ns_(timeout_ms * 1'000'000),
+        info_(info),
+        step_(line_.step) {
+    if (h_.failure.state.load(std::memory_order_relaxed))
+      group::throw_failure(h_, rank_, group::op_name(op_));
+    SK_CHECK(line_.busy.exchange(1) == 0, group::op_name(op_), "workspace",
+             "one call at a time in each rank", "a second one from another thread");
+    line_.info[step_ & 1] = info_;
+  }
+
+  ~Call() {
+    line_.step = step_;
+    line_.calls += 1;
+    line_.busy.store(0, std::memory_order_release);
+  }
+
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Bytes of `total` that one step carries; at least one step, so that empty calls meet too.
+  template <class Step>
+  void for_chunks(int64_t total, int64_t item_bytes, Step step) {
+    const int64_t chunk = static_cast<int64_t>(h_.capacity) / item_bytes * item_bytes;
+    num_chunks_ = std::max<int64_t>(1, (total + chunk - 1) / chunk);
+    for (chunk_ = 0; chunk_ < num_chunks_; ++chunk_) {
+      step(chunk_ * chunk, std::min(chunk, total - chunk_ * chunk));
+      ++step_;
+    }
+  }
+
+  char* slot(uint32_t rank) const { return data() + ((step_ & 1) * world_ + rank) * h_.capacity; }
+
+  char* result() const { return data() + 2 * world_ * h_.capacity; }
+
+  // All ranks have written their slots once this returns.
+  void meet() {
+    if (arrive()) {
+      h_.progress.value.store(2 * step_ + 2, std::memory_order_relaxed);
+      wake(h_.arrivals.value, INT_MAX);
+    } else {
+      await(h_.arrivals.value, target(), "arrive");
+    }
+    check_calls();
+  }
+
+  void all_reduce(const char* input, char* output, int64_t num, int64_t item_bytes, Summand type) {
+    const int64_t bytes = num * item_bytes;
+    const auto reduce = SK_KERNEL(pcie_reduce);
+    ReduceArgs args{};
+    args.num_ranks = static_cast<int>(world_);
+    args.type = type;
+    for (uint32_t r = 0; r < world_; ++r) args.in[r] = slot(r);
+
+    if (bytes <= static_cast<int64_t>(h_.policy.one_shot_bytes)) {
+      std::memcpy(slot(rank_), input, bytes);
+      meet();
+      args.in[rank_] = input;
+      args.out = output;
+      args.num = num;
+      reduce(args);
+      return;
+    }
+
+    const int64_t block = std::max<int64_t>(1, h_.policy.block_bytes / item_bytes);
+    const uint32_t num_blocks = static_cast<uint32_t>((num + block - 1) / block);
+    const uint32_t opened = 2 * step_ + 1;
+    const uint32_t published = 2 * step_ + 2;
+    const auto work = [&] {
+      line_.working.store(step_ + 1, std::memory_order_relaxed);
+      for (uint32_t b; (b = h_.next_block.value.fetch_add(1)) < num_blocks;) {
+        ReduceArgs part = args;
+        const int64_t begin = b * block;
+        for (uint32_t r = 0; r < world_; ++r)
+          part.in[r] = static_cast<const char*>(args.in[r]) + begin * item_bytes;
+        part.out = result() + begin * item_bytes;
+        part.num = std::min(block, num - begin);
+        reduce(part);
+        if (h_.finished_blocks.value.fetch_add(1) + 1 == num_blocks) publish(published, INT_MAX);
+      }
+      line_.working.store(0, std::memory_order_relaxed);
+    };
+
+    // With everybody else here this rank is the last, and if it also works alone nobody will read
+    // its slot.
+    const bool alone =
+        num_blocks <= 1 && h_.arrivals.value.load(std::memory_order_acquire) + 1 == target();
+    if (!alone) std::memcpy(slot(rank_), input, bytes);
+    if (arrive()) {
+      check_calls();
+      if (num_blocks <= 1) {
+        line_.working.store(step_ + 1, std::memory_order_relaxed);
+        args.in[rank_] = input;
+        args.out = output;
+        args.copy = result();
+        args.num = num;
+        reduce(args);
+        publish(published, INT_MAX);
+        line_.working.store(0, std::memory_order_relaxed);
+        return;
+      }
+      h_.next_block.value.store(0, std::memory_order_relaxed);
+      h_.finished_blocks.value.store(0, std::memory_order_relaxed);
+      if (h_.policy.num_workers > 1) {
+        publish(opened, static_cast<int>(h_.policy.num_workers) - 1);
+      } else {
+        h_.progress.value.store(opened);
+      }
+      work();
+    } else {
+      await(h_.progress.value, opened, "arrive");
+      if (h_.progress.value.load(std::memory_order_acquire) == opened) work();
+    }
+    await(h_.progress.value, published, "reduce");
+    std::memcpy(output, result(), bytes);
+  }
+
+ private:
+  char* data() const { return reinterpret_cast<char*>(&h_) + group::data_offset(); }
+
+  uint32_t target() const { return (step_ + 1) * world_; }
+
+  // True for the last rank to arrive.
+  bool arrive() {
+    line_.arrived.store(step_ + 1, std::memory_order_relaxed);
+    return h_.arrivals.value.fetch_add(1) + 1 == target();
+  }
+
+  void publish(uint32_t progress, int num_woken) {
+    h_.progress.value.store(progress);
+    wake(h_.progress.value, num_woken);
+  }
+
+  // The caller wrote the word first, a sleeper counts itself first: one of the two sees the other.
+  void wake(std::atomic<uint32_t>& word, int num) {
+    if (h_.sleepers.value.load()) group::futex_wake(word, num);
+  }
+
+  void await(std::atomic<uint32_t>& word, uint32_t target, const char* phase) {
+    const group::Policy& policy = h_.policy;
+    for (uint32_t i = 0; i < policy.spin_iterations; ++i) {
+      if (group::reached(word.load(std::memory_order_acquire), target)) return;
+      group::pause();
+    }
+    for (uint32_t i = 0; i < policy.yield_rounds; ++i) {
+      if (group::reached(word.load(std::memory_order_acquire), target)) return;
+      sched_yield();
+    }
+    const int64_t start = group::now_ns();
+    for (int64_t waited = 0;;) {
+      if (h_.failure.state.load()) group::throw_failure(h_, rank_, group::op_name(op_));
+      h_.sleepers.value.fetch_add(1);
+      const uint32_t value = word.load();
+      if (!group::reached(value, target)) {
+        group::futex_wait(word, value, std::min(group::kSliceNanoseconds, timeout_ns_ - waited));
+      }
+      h_.sleepers.value.fetch_sub(1);
+      if (group::reached(word.load(std::memory_order_acquire), target)) return;
+      waited = group::now_ns() - start;
+      check_peers(phase, waited);
+      if (waited >= timeout_ns_) fail(Failure::kTimeout, late_ranks(), phase, waited);
+    }
+  }
+
+  bool arrived(uint32_t r) const { return group::reached(h_.ranks[r].arrived.load(), step_ + 1); }
+
+  // Who is waited for: ranks not yet here, or, when all are, those at work on the result.
+  uint32_t late_ranks() const {
+    uint32_t absent = 0, working = 0;
+    for (uint32_t r = 0; r < world_; ++r) {
+      if (!arrived(r)) absent |= 1u << r;
+      if (h_.ranks[r].working.load() == step_ + 1) working |= 1u << r;
+    }
+    return absent ? absent : working;
+  }
+
+  void check_peers(const char* phase, int64_t waited) {
+    uint32_t died = 0, left = 0;
+    for (uint32_t r = 0; r < world_; ++r) {
+      const uint32_t alive = h_.ranks[r].alive.load();
+      if (alive == group::kLeft) {
+        if (!arrived(r)) left |= 1u << r;
+      } else if (alive & group::kOwnerDied) {
+        died |= 1u << r;
+      }
+    }
+    if (died) fail(Failure::kDied, died, phase, waited);
+    if (left) fail(Failure::kLeft, left, phase, waited);
+  }
+
+  void check_calls() {
+    if (chunk_ != 0) return;
+    for (uint32_t r = 0; r < world_; ++r) {
+      const CallInfo& theirs = h_.ranks[r].info[step_ & 1];
+      if (theirs == info_) continue;
+      fail(Failure::kMismatch, 1u << r, "arrive", 0, &theirs);
+    }
+  }
+
+  [[noreturn]] void fail(Failure kind, uint32_t ranks, const char* phase, int64_t waited,
+                         const CallInfo* theirs = nullptr) {
+    group::record_failure(h_, kind, rank_, [&](group::FailureRecord& f) {
+      f.ranks = ranks;
+      f.epoch = line_.calls;
+      f.step = step_;
+      f.chunk = static_cast<uint32_t>(chunk_);
+      f.num_chunks = static_cast<uint32_t>(num_chunks_);
+      f.op = static_cast<uint32_t>(op_);
+      f.waited_ms = static_cast<uint32_t>(waited / 1'000'000);
+      std::strncpy(f.phase, phase, sizeof(f.phase) - 1);
+      f.mine = info_;
+      if (theirs) {
+        f.theirs = *theirs;
+        f.other = static_cast<uint32_t>(__builtin_ctz(ranks));
+      }
+    });
+    group::throw_failure(h_, rank_, group::op_name(op_));
+  }
+
+  const Op op_;
+  Header& h_;
+  RankLine& line_;
+  const uint32_t rank_, world_;
+  const int64_t timeout_ns_;
+  const CallInfo info_;
+  uint32_t step_;
+  int64_t chunk_ = 0;
+  int64_t num_chunks_ = 1;
+};
+
+CallInfo call_info(Op op, const Tensor& t, int64_t src = 0) {
+  return {static_cast<uint64_t>(t.numel()), static_cast<uint32_t>(t.element_size()),
+          static_cast<uint8_t>(op), static_cast<int8_t>(t.scalar_type()),
+          static_cast<int16_t>(src)};
+}
+
+void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
+                    int64_t timeout_ms) {
+  const char* op = group::op_name(Op::kAllReduce);
+  check_group(op, rank, world_size, timeout_ms);
+  check_cpu(op, "input", input);
+  check_cpu(op, "out", out);
+  const ScalarType dtype = input.scalar_type();
+  SK_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+           op, "input", "float32, bfloat16 or float16", torch::headeronly::toString(dtype));
+  check_dtype(op, "out", out, dtype);
+  check_contiguous(op, "input", input);
+  check_contiguous(op, "out", out);
+  SK_CHECK(input.numel() == out.numel(), op, "out", "shape " + shape_string(input),
+           shape_string(out));
+  if (input.data_ptr() != out.data_ptr()) check_apart(op, "out", out, input);
+  const int64_t bytes = num_bytes(input);
+  if (world_size == 1) {
+    if (bytes && input.data_ptr() != out.data_ptr())
+      std::memcpy(out.data_ptr(), input.data_ptr(), bytes);
+    return;
+  }
+  Header& header = checked_header(op, workspace, rank, world_size);
+  check_apart(op, "input", input, workspace);
+  check_apart(op, "out", out, workspace);
+  const int64_t item = static_cast<int64_t>(input.element_size());
+  const Summand type = dtype == ScalarType::Float      ? Summand::kF32
+                       : dtype == ScalarType::BFloat16 ? Summand::kBf16
+                                                       : Summand::kF16;
+  Call call(Op::kAllReduce, header, rank, timeout_ms, call_info(Op::kAllReduce, input));
+  call.for_chunks(bytes, item, [&](int64_t begin, int64_t num) {
+    call.all_reduce(static_cast<const char*>(input.data_ptr()) + begin,
+                    static_cast<char*>(out.data_ptr()) + begin, num / item, item, type);
+  });
+}
+
+void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
+                     int64_t timeout_ms) {
+  const char* op = group::op_name(Op::kAllGather);
+  check_group(op, rank, world_size, timeout_ms);
+  check_cpu(op, "input", input);
+  check_cpu(op, "out", out);
+  check_dtype(op, "out", out, input.scalar_type());
+  check_contiguous(op, "input", input);
+  check_contiguous(op, "out", out);
+  SK_CHECK(input.numel() * world_size == out.numel(), op, "out",
+           std::to_string(world_size) + " times the elements of input " + shape_string(input),
+           shape_string(out));
+  check_apart(op, "out", out, input);
+  const int64_t bytes = num_bytes(input);
+  if (world_size == 1) {
+    if (bytes) std::memcpy(out.data_ptr(), input.data_ptr(), bytes);
+    return;
+  }
+  Header& header = checked_header(op, workspace, rank, world_size);
+  check_apart(op, "input", input, workspace);
+  check_apart(op, "out", out, workspace);
+  Call call(Op::kAllGather, header, rank, timeout_ms, call_info(Op::kAllGather, input));
+  call.for_chunks(bytes, 1, [&](int64_t begin, int64_t num) {
+    const char* mine = static_cast<const char*>(input.data_ptr()) + begin;
+    std::memcpy(call.slot(static_cast<uint32_t>(rank)), mine, num);
+    call.meet();
+    for (int64_t r = 0; r < world_size; ++r) {
+      std::memcpy(static_cast<char*>(out.data_ptr()) + r * bytes + begin,
+                  r == rank ? mine : call.slot(static_cast<uint32_t>(r)), num);
+    }
+  });
+}
+
+void pcie_broadcast(Tensor tensor, int64_t src, Tensor workspace, int64_t rank, int64_t world_size,
+                    int64_t timeout_ms) {
+  const char* op = group::op_name(Op::kBroadcast);
+  check_group(op, rank, world_size, timeout_ms);
+  SK_CHECK(src >= 0 && src < world_size, op, "src", "0 <= src < " + std::to_string(world_size),
+           src);
+  check_cpu(op, "tensor", tensor);
+  check_contiguous(op, "tensor", tensor);
+  if (world_size == 1) return;
+  Header& header = checked_header(op, workspace, rank, world_size);
+  check_apart(op, "tensor", tensor, workspace);
+  Call call(Op::kBroadcast, header, rank, timeout_ms, call_info(Op::kBroadcast, tensor, src));
+  call.for_chunks(num_bytes(tensor), 1, [&](int64_t begin, int64_t num) {
+    char* mine = static_cast<char*>(tensor.data_ptr()) + begin;
+    if (src == rank) std::memcpy(call.slot(static_cast<uint32_t>(src)), mine, num);
+    call.meet();
+    if (src != rank) std::memcpy(mine, call.slot(static_cast<uint32_t>(src)), num);
+  });
+}
+
+void pcie_barrier(Tensor workspace, int64_t rank, int64_t world_size, int64_t timeout_ms) {
+  const char* op = group::op_name(Op::kBarrier);
+  check_group(op, rank, world_size, timeout_ms);
+  if (world_size == 1) return;
+  Header& header = checked_header(op, workspace, rank, world_size);
+  Call call(Op::kBarrier, header, rank, timeout_ms,
+            {0, 0, static_cast<uint8_t>(Op::kBarrier), 0, 0});
+  call.for_chunks(0, 1, [&](int64_t, int64_t) { call.meet(); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) {
+  m.impl("pcie_allreduce", TORCH_BOX(&pcie_allreduce));
+  m.impl("pcie_all_gather", TORCH_BOX(&pcie_all_gather));
+  m.impl("pcie_broadcast", TORCH_BOX(&pcie_broadcast));
+  m.impl("pcie_barrier", TORCH_BOX(&pcie_barrier));
+}
+
+}  // namespace spec_kernels

@@ -1,0 +1,393 @@
+"""The ranks of one machine as a group: how they find each other, agree, talk, and fail together."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from spec_kernels import _library
+from spec_kernels.comm.policy import Policy, choose_policy, num_cores
+from spec_kernels.ops.pcie_allreduce import reference
+from spec_kernels.ops.pcie_allreduce.api import DEFAULT_TIMEOUT_MS
+from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
+
+DEFAULT_CAPACITY = 1 << 20
+_PREFIX = "spec_kernels::"
+_environment_groups = itertools.count()
+
+try:
+    _host = importlib.import_module("spec_kernels._host")
+    _host_reason = "loaded"
+except ImportError as error:
+    _host = None
+    _host_reason = str(error)
+
+
+def shared_memory_reason() -> str | None:
+    """Why ranks cannot share memory here, or None when they can."""
+    if _host is None:
+        return f"_host: {_host_reason}"
+    if not _library.has_kernel("pcie_allreduce", "cpu"):
+        return f"_C_cpu: {_library.LIBRARIES['cpu'].reason}"
+    return None
+
+
+class Communicator:
+    """One rank's end of a group of 1 to 8 ranks on one machine.
+
+    Every rank must make the same calls in the same order, with the same shapes and dtypes. Sums are
+    bit-identical on all ranks (see ``spec_kernels.ops.pcie_allreduce``). When a rank dies, leaves,
+    is later than ``timeout_ms``, calls something else or aborts, every call on every rank raises
+    ``RuntimeError`` naming it, now and ever after. Calls of one rank must not overlap in time (a
+    second thread is refused).
+
+    Made by ``single()``, by ``create_group(n)`` in a parent and ``bind(rank)`` in its forked
+    children, or by ``from_environment()`` under ``torchrun``. ``transport`` says how ranks meet:
+    ``"single"``, ``"shared memory"``, or ``"gloo (reason)"``, which has the same results and is
+    some hundred times slower.
+    """
+
+    rank: int
+    world_size: int
+    transport: str
+
+    def __init__(
+        self, rank, world_size, transport, workspace, timeout_ms, *, segment=None, gloo=None
+    ):
+        self.rank = rank
+        self.world_size = world_size
+        self.transport = transport
+        self.timeout_ms = timeout_ms
+        self._workspace = workspace
+        self._segment = segment
+        self._gloo = gloo
+        ops = torch.ops.spec_kernels
+        if gloo is None:
+            self._all_reduce = ops.pcie_allreduce.default
+            self._all_gather = ops.pcie_all_gather.default
+            self._broadcast = ops.pcie_broadcast.default
+            self._barrier = ops.pcie_barrier.default
+        else:
+            reference.GROUPS[workspace.data_ptr()] = gloo
+            self._all_reduce = reference.pcie_allreduce_reference
+            self._all_gather = reference.pcie_all_gather_reference
+            self._broadcast = reference.pcie_broadcast_reference
+            self._barrier = reference.pcie_barrier_reference
+
+    @staticmethod
+    def single() -> Communicator:
+        """The group of one: sums are copies, gathers add a dimension, nothing waits."""
+        workspace = torch.empty(0, dtype=torch.uint8)
+        return Communicator(0, 1, "single", workspace, DEFAULT_TIMEOUT_MS)
+
+    @staticmethod
+    def create_group(
+        world_size: int,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+        policy: Policy | None = None,
+        transport: str | None = None,
+    ) -> Group:
+        """Makes the shared segment, in the parent; ``bind`` it in each forked child.
+
+        Args:
+            world_size: 1 to 8.
+            capacity: bytes of a slot, rounded up to whole pages; longer messages go in pieces. The
+                segment takes
+                ``2 * world_size + 1`` slots of anonymous memory, allocated here.
+            timeout_ms: how long a call waits for peers.
+            policy: see ``spec_kernels.comm.policy``; chosen from the cores when None.
+            transport: ``"gloo"`` forbids shared memory, ``"shared memory"`` insists on it; None
+                takes the best.
+
+        Raises:
+            ValueError: an argument is out of range.
+            OSError: the memory is not there.
+            RuntimeError: shared memory was insisted on and cannot be had.
+        """
+        return Group(world_size, capacity, timeout_ms, policy, transport)
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum over ranks into ``out`` (``x`` itself for in place; a new tensor when None)."""
+        if out is None:
+            out = torch.empty_like(x)
+        try:
+            self._all_reduce(x, out, self._workspace, self.rank, self.world_size, self.timeout_ms)
+        except RuntimeError as error:
+            raise _translated(error) from None
+        return out
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Every rank's ``x``: ``[world_size, *x.shape]``, any dtype."""
+        if out is None:
+            out = x.new_empty((self.world_size, *x.shape))
+        try:
+            self._all_gather(x, out, self._workspace, self.rank, self.world_size, self.timeout_ms)
+        except RuntimeError as error:
+            raise _translated(error) from None
+        return out
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrites ``x`` with rank ``src``'s, any dtype; returns ``x``."""
+        try:
+            self._broadcast(x, src, self._workspace, self.rank, self.world_size, self.timeout_ms)
+        except RuntimeError as error:
+            raise _translated(error) from None
+        return x
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        try:
+            self._barrier(self._workspace, self.rank, self.world_size, self.timeout_ms)
+        except RuntimeError as error:
+            raise _translated(error) from None
+
+    def abort(self, reason: str) -> None:
+        """Makes every rank's present or next call raise with ``reason``."""
+        if self._segment is not None:
+            self._segment.abort(self.rank, reason)
+        if self._gloo is not None:
+            self._gloo.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group; peers that still wait for this rank raise. May be called twice."""
+        if self._segment is not None:
+            self._segment.leave()
+        if self._gloo is not None:
+            self._gloo.close()
+            reference.GROUPS.pop(self._workspace.data_ptr(), None)
+        self._segment = self._gloo = None
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._all_reduce = self._all_gather = self._broadcast = self._barrier = _closed
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            self.abort(f"{kind.__name__}: {error}")
+        self.close()
+
+    def _agree(self, settings: Mapping[str, object]) -> None:
+        """Compares settings across ranks; all raise, naming what differs, or none does."""
+        text = json.dumps(dict(settings), sort_keys=True, default=str).encode()
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+        digests = self.all_gather(digest)
+        if bool((digests == digests[0]).all()):
+            return
+        lengths = self.all_gather(torch.tensor([len(text)])).flatten().tolist()
+        padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self.all_gather(padded)
+        others = [json.loads(bytes(row.tolist())) for row in rows]
+        differences = []
+        for rank, other in enumerate(others[1:], 1):
+            for key in sorted(others[0].keys() | other.keys()):
+                zero, theirs = (d.get(key, "nothing") for d in (others[0], other))
+                if zero != theirs:
+                    differences.append(f"{key}: rank 0 has {zero}, rank {rank} has {theirs}")
+        self.close()
+        raise RuntimeError(
+            "communicator: ranks disagree on their configuration: " + "; ".join(differences)
+        )
+
+
+class Group:
+    """A group before its ranks exist; see ``Communicator.create_group``."""
+
+    def __init__(self, world_size, capacity, timeout_ms, policy, transport):
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(
+                f"create_group: world_size: expected 1 to {MAX_RANKS} ranks, got {world_size}"
+            )
+        if capacity < 1:
+            raise ValueError(f"create_group: capacity: expected at least 1 byte, got {capacity}")
+        if not 0 < timeout_ms < 1 << 31:
+            raise ValueError(
+                f"create_group: timeout_ms: expected a positive number, got {timeout_ms}"
+            )
+        if transport not in (None, "gloo", "shared memory"):
+            raise ValueError(
+                "create_group: transport: expected None, 'gloo' or 'shared memory', "
+                f"got {transport!r}"
+            )
+        self.world_size = world_size
+        self.capacity = -(-capacity // 4096) * 4096
+        self.timeout_ms = timeout_ms
+        self._segment = self._listener = None
+        if world_size == 1:
+            self.transport = "single"
+            return
+        reason = "asked for" if transport == "gloo" else shared_memory_reason()
+        if reason is None:
+            policy = policy or choose_policy(world_size, num_cores())
+            self._segment = _host.Segment.create(
+                world_size=world_size, capacity=self.capacity, **policy.as_dict()
+            )
+            self.transport = "shared memory"
+        elif transport == "shared memory":
+            raise RuntimeError(f"create_group: no shared memory: {reason}")
+        else:
+            import socket
+
+            # Bound here so that no rank has to guess a free port; rank 0 serves the store on it.
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+            self.transport = f"gloo ({reason})"
+
+    def bind(self, rank: int, config: Mapping[str, object] | bytes | None = None) -> Communicator:
+        """Makes this process rank ``rank``, and returns once all ranks are bound and agree.
+
+        Args:
+            rank: ``0 <= rank < world_size``, one process each.
+            config: what all ranks must have alike (a mapping of JSON-able values, or bytes).
+
+        Raises:
+            ValueError: the rank is out of range or taken.
+            RuntimeError: configurations differ (on all ranks, saying where), or a rank did not
+                come.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"bind: rank: expected 0 <= rank < {self.world_size}, got {rank}")
+        if self.world_size == 1:
+            return Communicator.single()
+        if self._segment is not None:
+            return _bind_segment(self._segment, rank, self.timeout_ms, config)
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            "127.0.0.1",
+            self._listener.getsockname()[1],
+            self.world_size,
+            is_master=rank == 0,
+            timeout=timedelta(milliseconds=self.timeout_ms),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach() if rank == 0 else None,
+        )
+        return _bind_gloo(store, rank, self.world_size, self.timeout_ms, self.transport, config)
+
+
+def from_environment(
+    config: Mapping[str, object] | bytes | None = None,
+    *,
+    capacity: int = DEFAULT_CAPACITY,
+    timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    transport: str | None = None,
+) -> Communicator:
+    """The group that ``torchrun`` describes in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Ranks meet through torch's store; rank 0 announces its segment there (process and descriptor),
+    and the others open it through ``/proc``. If any of them cannot (another machine, another user),
+    all go through gloo instead, and ``transport`` says why. Without WORLD_SIZE in the environment,
+    or with 1, this is ``Communicator.single()``.
+
+    Args and errors as for ``Communicator.create_group`` and ``Group.bind``.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return Communicator.single()
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(
+            f"from_environment: WORLD_SIZE: expected 1 to {MAX_RANKS} ranks, got {world_size}"
+        )
+    missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing:
+        raise ValueError(
+            f"from_environment: expected {', '.join(missing)} beside WORLD_SIZE, got none"
+        )
+    rank = int(os.environ["RANK"])
+    if not 0 <= rank < world_size:
+        raise ValueError(f"from_environment: RANK: expected 0 <= RANK < {world_size}, got {rank}")
+    import torch.distributed as dist
+
+    timeout = timedelta(milliseconds=timeout_ms)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"spec_kernels/{restart}/{next(_environment_groups)}", store)
+    store.set_timeout(timeout)
+
+    segment, reason = None, None
+    if rank == 0:
+        reason = "asked for" if transport == "gloo" else shared_memory_reason()
+        if reason is None:
+            segment = _host.Segment.create(
+                world_size=world_size,
+                capacity=-(-capacity // 4096) * 4096,
+                **choose_policy(world_size, num_cores()).as_dict(),
+            )
+            store.set("segment", json.dumps([os.getpid(), segment.fd, segment.id.hex()]))
+        else:
+            store.set("segment", json.dumps(reason))
+    else:
+        announced = json.loads(store.get("segment"))
+        reason = shared_memory_reason()
+        if isinstance(announced, str):
+            reason = announced
+        elif reason is None:
+            pid, fd, identity = announced
+            try:
+                segment = _host.Segment.attach(pid, fd, bytes.fromhex(identity))
+            except (OSError, RuntimeError) as error:
+                reason = f"rank {rank}: {error}"
+    store.set(f"reason/{rank}", reason or "")
+    reasons = [store.get(f"reason/{r}").decode() for r in range(world_size)]
+    reason = next((r for r in reasons if r), None)
+    if reason is not None:
+        if transport == "shared memory":
+            raise RuntimeError(f"from_environment: no shared memory: {reason}")
+        return _bind_gloo(store, rank, world_size, timeout_ms, f"gloo ({reason})", config, capacity)
+    if segment.world_size != world_size:
+        message = f"WORLD_SIZE: rank 0 has {segment.world_size}, rank {rank} has {world_size}"
+        segment.abort(rank, message)
+        raise RuntimeError(f"communicator: ranks disagree on their configuration: {message}")
+    return _bind_segment(segment, rank, timeout_ms, config, capacity)
+
+
+def _settings(config, **own) -> dict[str, object]:
+    from spec_kernels import __version__
+
+    settings = {"version": __version__, **own}
+    if isinstance(config, bytes | bytearray):
+        settings["config"] = hashlib.sha256(config).hexdigest()
+    elif config is not None:
+        settings |= {f"config.{key}": value for key, value in config.items()}
+    return settings
+
+
+def _bind_segment(segment, rank, timeout_ms, config, capacity=None) -> Communicator:
+    segment.bind(rank)
+    workspace = torch.frombuffer(segment, dtype=torch.uint8)
+    world_size = segment.world_size
+    comm = Communicator(rank, world_size, "shared memory", workspace, timeout_ms, segment=segment)
+    capacity = capacity or segment.capacity
+    comm._agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
+    return comm
+
+
+def _bind_gloo(
+    store, rank, world_size, timeout_ms, transport, config, capacity=None
+) -> Communicator:
+    gloo = reference.GlooGroup(store, rank, world_size, timeout_ms)
+    workspace = torch.zeros(64, dtype=torch.uint8)  # its address names the group
+    comm = Communicator(rank, world_size, transport, workspace, timeout_ms, gloo=gloo)
+    comm._store = store  # rank 0 serves it
+    comm._agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
+    return comm
+
+
+def _closed(*args) -> None:
+    raise RuntimeError("communicator: expected an open one, got one that was closed")
+
+
+def _translated(error: RuntimeError) -> Exception:
+    """Bad arguments are ``ValueError``, failures of the group ``RuntimeError``; one line each."""
+    text = str(error).split("\nException raised from", 1)[0]
+    if text.startswith(_PREFIX):
+        return ValueError(text)
+    return RuntimeError(text)
