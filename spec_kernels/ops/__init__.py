@@ -3,16 +3,17 @@
 from spec_kernels.ops.compact import compact
 from spec_kernels.ops.hidden_capture import hidden_capture
 from spec_kernels.ops.moe_experts import moe_experts
-from spec_kernels.ops.tree_attention import (
-    attention_split_size,
-    attention_splits,
-    tree_attention,
-    tree_attention_mla,
 from spec_kernels.ops.pcie_allreduce import (
     pcie_all_gather,
     pcie_allreduce,
     pcie_barrier,
     pcie_broadcast,
+)
+from spec_kernels.ops.tree_attention import (
+    attention_split_size,
+    attention_splits,
+    tree_attention,
+    tree_attention_mla,
 )
 from spec_kernels.ops.tree_build import (
     DraftTree,
@@ -39,12 +40,12 @@ __all__ = [
     "link_tree",
     "moe_experts",
     "num_words",
-    "tree_attention",
-    "tree_attention_mla",
     "pcie_all_gather",
     "pcie_allreduce",
     "pcie_barrier",
     "pcie_broadcast",
+    "tree_attention",
+    "tree_attention_mla",
     "tree_build",
     "tree_from_paths",
     "tree_verify",
