@@ -1,0 +1,224 @@
+"""Stage ``export``: the published files, their figures, and the model card."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import tokenizers
+import torch
+
+from spec_kernels.models.config import DrafterConfig, TargetConfig
+from spec_kernels.training import eagle, evaluate
+from spec_kernels.training import model as target_model
+from spec_kernels.training.target import BUNDLED, held_out_loss
+
+MAX_BYTES = 16_000_000
+_LOG_LINES = 200
+_TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
+_HELD_OUT_CONTEXT = 512
+
+
+def load_target(
+    directory: Path, compute_dtype: torch.dtype = torch.bfloat16
+) -> target_model.Target:
+    """The published target of ``directory`` (config.json, model.safetensors) for a dense pass."""
+    config = TargetConfig.from_json(directory)
+    model = target_model.Target(config, compute_dtype)
+    state = safetensors.torch.load_file(directory / "model.safetensors")
+    target_model.load_published(model, state)
+    return model.eval()
+
+
+def load_drafter(directory: Path, compute_dtype: torch.dtype = torch.bfloat16) -> eagle.Drafter:
+    """The published drafter of ``directory``; ValueError names what is missing or left over."""
+    config = DrafterConfig.from_json(directory)
+    state = safetensors.torch.load_file(directory / "model.safetensors")
+    if "d2t" not in state:
+        raise ValueError(f"load_drafter: d2t: expected an offset table in {directory}, got none")
+    draft_ids = torch.arange(len(state["d2t"])) + state["d2t"]
+    model = eagle.Drafter(config, draft_ids, compute_dtype)
+    if model.state_dict().keys() != state.keys():
+        difference = sorted(model.state_dict().keys() ^ state.keys())
+        raise ValueError(f"load_drafter: expected the published names, got a difference: {difference}")
+    model.load_state_dict({name: value for name, value in state.items()})
+    return model.eval()
+
+
+def _write_model(directory: Path, config: dict, state: dict[str, torch.Tensor]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.torch.save_file(state, directory / "model.safetensors", {"format": "pt"})
+
+
+def publish_target(out: Path, assets: Path, config: TargetConfig = BUNDLED) -> None:
+    """target.pt -> assets/target, rounded to bfloat16."""
+    model = target_model.Target(config)
+    model.load_state_dict(torch.load(out / "target.pt", weights_only=True)["model"])
+    values = config.to_dict() | {"bos_token_id": None, "pad_token_id": None}
+    _write_model(assets / "target", values, target_model.published_state(model))
+    shutil.copyfile(out / "tokenizer.json", assets / "target" / "tokenizer.json")
+
+
+def publish_drafter(out: Path, assets: Path, config: DrafterConfig) -> None:
+    """drafter.pt -> assets/drafter, with its log thinned."""
+    state = torch.load(out / "drafter.pt", weights_only=True)["model"]
+    ids = torch.arange(config.draft_vocab_size) + state["d2t"]
+    drafter = eagle.Drafter(config, ids)
+    drafter.load_state_dict(state)
+    _write_model(assets / "drafter", config.to_dict(), eagle.published_state(drafter))
+    lines = (out / "drafter.jsonl").read_text().splitlines()
+    # Every validation line stays; of the training lines, evenly spaced ones and the last.
+    kept = [line for line in lines if "greedy_accept_length" in line]
+    training = [line for line in lines if "greedy_accept_length" not in line]
+    stride = max(len(training) // _LOG_LINES, 1)
+    kept += training[::-stride]
+    kept.sort(key=lambda line: json.loads(line)["step"])
+    (assets / "drafter" / "train_log.jsonl").write_text("\n".join(kept) + "\n")
+
+
+def _size(assets: Path) -> int:
+    return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file())
+
+
+def figures(out: Path, assets: Path) -> dict:
+    """Everything measured that the card states, from the published files alone."""
+    target, drafter = load_target(assets / "target"), load_drafter(assets / "drafter")
+    corpus = json.loads((out / "corpus.json").read_text())
+    prompts = json.loads((assets / "prompts.json").read_text())
+    ids = torch.tensor([p["token_ids"] for p in prompts])
+    layers = drafter.config.captured_layers(target.config.num_hidden_layers)
+    loss = held_out_loss(target, np.load(out / "held_out.npy"), _HELD_OUT_CONTEXT)
+    return {
+        "held_out_loss": loss,
+        "held_out_bits_per_byte": target_model.bits_per_byte(
+            loss, corpus["held_out"]["bytes_per_token"]
+        ),
+        "parameters": sum(p.numel() for p in target.parameters()),
+        "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
+        "reports": [
+            dataclasses.asdict(evaluate.evaluate(target, drafter, layers, ids, temperature))
+            for temperature in _TEMPERATURES
+        ],
+    }
+
+
+def _runs_table(out: Path) -> str:
+    rows = ["| stage | steps | tokens | minutes | last training loss |", "| --- | --- | --- | --- | --- |"]
+    for stage in ("target", "settle", "drafter"):
+        path = out / f"{stage}.jsonl"
+        if not path.is_file():
+            continue
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        last = [line for line in lines if "tokens" in line][-1]
+        rows.append(
+            f"| {stage} | {last['step']} | {last['tokens']:,} | {last['minutes']:.1f} | "
+            f"{last['loss']:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def _numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
+
+
+def write_card(out: Path, assets: Path, measured: dict, command: str) -> None:
+    """assets/README.md, from the run's own records."""
+    corpus = json.loads((out / "corpus.json").read_text())
+    settings = json.loads((out / "settings.json").read_text())
+    target = TargetConfig.from_json(assets / "target")
+    drafter = DrafterConfig.from_json(assets / "drafter")
+    layers = drafter.captured_layers(target.num_hidden_layers)
+    reports = "\n".join(
+        f"| {r['temperature']} | {_numbers(r['accept_lengths'])} | {_numbers(r['full_accuracy'])} | "
+        f"{r['distinct_4grams']:.2f} |"
+        for r in measured["reports"]
+    )
+    settings_list = "\n".join(
+        f"- `{stage}`: " + ", ".join(f"{key} {value}" for key, value in values.items())
+        for stage, values in settings.items()
+    )
+    versions = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}"
+    )
+    training, held_out = corpus["train"], corpus["held_out"]
+    card = f"""# The bundled target and its EAGLE-3 drafter
+
+A small DeepSeek-V3 / Kimi-K2.5 model and the drafter that belongs to it: real weights, so that the
+main job decodes real text anywhere. They write text that looks like Python's standard library and
+are good for nothing else; do not use what they write.
+
+- Target: {measured["parameters"]:,} parameters, {target.num_hidden_layers} layers, hidden
+  {target.hidden_size}, {target.num_attention_heads} MLA heads, {target.n_routed_experts} routed
+  experts (top {target.num_experts_per_tok}) and {target.n_shared_experts} shared, vocabulary
+  {target.vocab_size} (byte-level BPE), yarn factor {target.rope.factor:g} over
+  {target.rope.original_max_position_embeddings} positions.
+- Drafter: {measured["drafter_parameters"]:,} parameters, one Llama layer, captured streams
+  h{list(layers)}, draft vocabulary {drafter.draft_vocab_size} of {drafter.vocab_size}.
+- bfloat16 safetensors; all files together {_size(assets):,} bytes without this card.
+
+## Corpus and licence
+
+The standard library of Python {corpus["python"]} that ran the training: sources with their test
+folders, and the documentation topics of `pydoc`. Python and its standard library are under the
+Python Software Foundation License; the weights are derived from them, and carry its notice:
+Copyright (c) 2001 onwards Python Software Foundation; all rights reserved.
+
+Dropped: exact duplicates, files that are not UTF-8, code pages and tables, parser inputs.
+SHA-256 of the texts in order: `{corpus["sha256"]}`.
+
+| part | files | of them tests | bytes | tokens | bytes a token |
+| --- | --- | --- | --- | --- | --- |
+| training | {training["files"]} | {training["test_files"]} | {training["bytes"]:,} | {training["tokens"]:,} | {training["bytes_per_token"]:.3f} |
+| held out | {held_out["files"]} | {held_out["test_files"]} | {held_out["bytes"]:,} | {held_out["tokens"]:,} | {held_out["bytes_per_token"]:.3f} |
+
+Split by file: held out is every file whose path's SHA-256, modulo 1000, is below
+{corpus["held_out_per_mille"]}. `prompts.json` holds the first {len(json.loads((assets / "prompts.json").read_text())[0]["token_ids"])} tokens of every n-th held-out
+top-level definition.
+
+## Training
+
+{_runs_table(out)}
+
+Settings:
+
+{settings_list}
+
+Versions: {versions}. Made again by:
+
+```
+{command}
+```
+
+## Figures
+
+Held-out loss {measured["held_out_loss"]:.3f} nats a token = **{measured["held_out_bits_per_byte"]:.3f} bits a byte**
+(windows of {_HELD_OUT_CONTEXT} tokens).
+
+{measured["reports"][0]["num_prompts"]} held-out prompts, {evaluate.NUM_NEW_TOKENS} new tokens each, by exact replay of the TTT pass over the
+target's own output (drafts are the drafter's top choice; accept length = tokens a cycle, the bonus
+token included):
+
+| temperature | accept length, chain of 1, 2, 3, ... | full accuracy by step | distinct {evaluate.NGRAM}-grams |
+| --- | --- | --- | --- |
+{reports}
+"""
+    (assets / "README.md").write_text(card)
+
+
+def export(out: Path, assets: Path, command: str) -> dict:
+    """Writes all of ``assets`` and returns the figures. ValueError if it outgrows MAX_BYTES."""
+    shutil.copyfile(out / "prompts.json", assets / "prompts.json")
+    measured = figures(out, assets)
+    (out / "figures.json").write_text(json.dumps(measured, indent=1) + "\n")
+    write_card(out, assets, measured, command)
+    if _size(assets) > MAX_BYTES:
+        raise ValueError(f"export: assets: expected at most {MAX_BYTES} bytes, got {_size(assets)}")
+    return measured

@@ -1,0 +1,87 @@
+"""Stage ``generate``: text that the target itself writes, for the drafter to learn from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_kernels.training.loop import Log
+from spec_kernels.training.model import Target
+
+# Greedy use and sampled use both count, so both are written.
+TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
+
+
+@torch.no_grad()
+def continue_text(
+    model: Target, prompts: Tensor, num_new: int, temperatures: Tensor, generator: torch.Generator
+) -> Tensor:
+    """prompts [B, P] int64 -> [B, P + num_new]; temperatures [B], 0 = greedy (lowest id on ties)."""
+    batch, length = prompts.shape
+    cache = model.new_cache(batch, length + num_new)
+    is_greedy = temperatures == 0
+    divisor = torch.where(is_greedy, 1.0, temperatures).unsqueeze(1)
+    tokens, latest = [prompts], prompts
+    for _ in range(num_new):
+        logits = model.step(latest, cache).float()
+        sampled = torch.multinomial(torch.softmax(logits / divisor, -1), 1, generator=generator)
+        latest = torch.where(is_greedy.unsqueeze(1), logits.argmax(-1, keepdim=True), sampled)
+        tokens.append(latest)
+    return torch.cat(tokens, dim=1)
+
+
+def random_prompts(ids: np.ndarray, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    """[batch, length] int64 from random places of ``ids``."""
+    starts = torch.randint(len(ids) - length, (batch,), generator=generator)
+    rows = [ids[start : start + length] for start in starts.tolist()]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def generate(
+    out: Path,
+    model: Target,
+    num_sequences: int,
+    length: int,
+    *,
+    prompt_tokens: int = 64,
+    batch: int = 160,
+    seed: int = 0,
+    minutes: float | None = None,
+) -> np.ndarray:
+    """Writes generated.npy under ``out``: uint16 [num_sequences, length], each led by its prompt.
+
+    Prompts come from the training split. With ``minutes`` it stops early. Sequences come in batches
+    that depend only on the seed and their number.
+    """
+    ids = np.load(out / "train.npy")
+    log = Log(out / "generate.jsonl", is_resumed=False)
+    model.eval()
+    parts, started = [], time.monotonic()
+    while sum(map(len, parts)) < num_sequences:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + len(parts))
+        prompts = random_prompts(ids, batch, prompt_tokens, generator)
+        temperatures = torch.tensor(TEMPERATURES).repeat(-(-batch // len(TEMPERATURES)))[:batch]
+        texts = continue_text(
+            model, prompts, length - prompt_tokens, temperatures, generator
+        )
+        parts.append(texts.numpy().astype(np.uint16))
+        seconds = time.monotonic() - started
+        tokens = len(parts) * batch * (length - prompt_tokens)
+        log.write(
+            {
+                "stage": "generate",
+                "sequences": len(parts) * batch,
+                "tokens": tokens,
+                "tok_s": tokens / seconds,
+            }
+        )
+        if minutes is not None and seconds > minutes * 60.0:
+            break
+    log.close()
+    texts = np.concatenate(parts)[:num_sequences]
+    np.save(out / "generated.npy", texts)
+    return texts
