@@ -1,0 +1,331 @@
+"""The layers of target and drafter, on the ops of this package.
+
+A decode step is a few dozen small calls a layer, so calls are what it costs on a CPU: projections
+that share an input are one matrix, buffers of a step shape are made once together with every view
+of them, and ops are called at the dispatcher. The ops check their arguments themselves, and the
+Python faces would check again what cannot change between two steps of the same shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from spec_kernels.comm import Communicator
+from spec_kernels.models.config import RopeConfig, TargetConfig
+from spec_kernels.models.rope import (
+    apply_interleaved,
+    attention_factor,
+    cos_sin,
+    inverse_frequencies,
+    softmax_scale,
+)
+from spec_kernels.models.weights import Checkpoint, Shard
+
+_ops = torch.ops.spec_kernels
+
+# Below this a rank keeps the whole embedding: a lookup that needs no all-reduce is worth the memory.
+REPLICATED_EMBEDDING_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward's rows: tokens and where they stand. All tensors are static in shape.
+
+    Attributes:
+        tokens: ``[B, N]`` int64 ids; any valid id where a row is absent.
+        positions: ``[B, N]`` int64.
+        ancestors: ``[B, N, W]`` int32 words as in ``tree_attention``; all zero = absent row.
+        slots: ``[B, N]`` int64, the cache row (page * page_size + offset) that each K/V goes to;
+            absent rows go to a row that no table names.
+        block_tables: ``[B, M]`` int32.
+        context_lens: ``[B]`` int64, committed tokens.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ancestors: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.tokens.shape)
+
+
+class Rotary:
+    """cos and sin of one step's positions, shared by all layers."""
+
+    def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
+        self.frequencies = inverse_frequencies(rope, dim, device)
+        self.factor = attention_factor(rope)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and cos + i sin for ``positions`` of T rows, each ``[T, 1, dim / 2]``."""
+        cos, sin = cos_sin(positions.view(-1, 1), self.frequencies, self.factor)
+        return cos, sin, torch.complex(cos, sin)
+
+
+class RotatedRows:
+    """Rotates interleaved pairs of ``source [T, H, D]`` into ``out``, both views of static buffers.
+
+    In float32 a pair is a complex number and the rotation one multiplication (where the strides
+    allow that view); otherwise ``rope.apply_interleaved`` does it.
+    """
+
+    def __init__(self, source: Tensor, out: Tensor):
+        self.source, self.out = source, out
+        even = all(s % 2 == 0 for t in (source, out) for s in (*t.stride()[:-1], t.storage_offset()))
+        self.complex = None
+        if source.dtype == torch.float32 and even:
+            self.complex = tuple(torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (source, out))
+
+    def apply(self, angles: tuple[Tensor, Tensor, Tensor]) -> None:
+        cos, sin, rotation = angles
+        if self.complex is None:
+            self.out.copy_(apply_interleaved(self.source, cos, sin))
+        else:
+            torch.mul(self.complex[0], rotation, out=self.complex[1])
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """``out = rms_norm(x) * weight`` for ``x [T, H]``, which stays as it is."""
+    _ops.hidden_capture.default(None, x, weight, eps, out, None, 0)
+
+
+class Embedding:
+    """Token embedding ``[V, H]``, whole on every rank if small, else split by vocabulary."""
+
+    def __init__(self, weights: Checkpoint, name: str, config, shard: Shard, comm, dtype):
+        shape = (config.vocab_size, config.hidden_size)
+        size = shape[0] * shape[1] * dtype.itemsize
+        self.split = shard.size > 1 and size > REPLICATED_EMBEDDING_BYTES
+        self.rows = shard.of(config.vocab_size, "vocab_size")
+        self.weight = weights.read(name, shape, dtype, rows=self.rows if self.split else None)
+        self.comm = comm
+
+    def lookup(self, tokens: Tensor, out: Tensor) -> None:
+        """Writes the rows of ``tokens [T]`` to ``out [T, H]``."""
+        if not self.split:
+            torch.index_select(self.weight, 0, tokens, out=out)
+            return
+        local = tokens - self.rows.start
+        held = (local >= 0) & (local < self.weight.shape[0])
+        torch.index_select(self.weight, 0, local * held, out=out)
+        out.mul_(held.unsqueeze(1))
+        self.comm.all_reduce(out, out=out)
+
+
+class LMHead:
+    """Logits of hidden rows, split by vocabulary; every rank gets all of them, bit for bit alike."""
+
+    def __init__(self, weight: Tensor, comm: Communicator):
+        self.weight_t = weight.t()
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [T, H]`` -> ``[T, V]`` in x's dtype."""
+        local = torch.mm(x, self.weight_t)
+        if self.comm.world_size == 1:
+            return local
+        gathered = self.comm.all_gather(local.unsqueeze(0)).view(self.comm.world_size, *local.shape)
+        return gathered.transpose(0, 1).reshape(x.shape[0], -1)
+
+
+class DenseMLP:
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``, intermediate split by rank. The sum over ranks is due."""
+
+    def __init__(self, weights: Checkpoint, prefix: str, hidden: int, inner: int, shard: Shard, dtype):
+        rows = shard.of(inner, f"{prefix} intermediate size")
+        gate = weights.read(f"{prefix}.gate_proj.weight", (inner, hidden), dtype, rows=rows)
+        up = weights.read(f"{prefix}.up_proj.weight", (inner, hidden), dtype, rows=rows)
+        down = weights.read(f"{prefix}.down_proj.weight", (hidden, inner), dtype, columns=rows)
+        self.gate_up_t = torch.cat((gate, up)).t()
+        self.down_t = down.contiguous().t()
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """``x [T, H]`` -> ``out [T, H]``."""
+        gate, up = torch.mm(x, self.gate_up_t).chunk(2, dim=1)
+        torch.mm(torch.nn.functional.silu(gate).mul_(up), self.down_t, out=out)
+
+
+class MoE:
+    """Routed experts and the shared expert, intermediates split by rank. The sum over ranks is due."""
+
+    def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        experts = config.n_routed_experts
+        rows = shard.of(inner, "moe_intermediate_size")
+        share, device = rows.stop - rows.start, weights.device
+        self.router = weights.read(f"{prefix}.gate.weight", (experts, hidden), dtype)
+        self.bias = weights.read(
+            f"{prefix}.gate.e_score_correction_bias", (experts,), torch.float32
+        )
+        # Filled in place: a rank never holds more of the experts than its own part.
+        self.gate_up = torch.empty(experts, 2 * share, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(experts, hidden, share, dtype=dtype, device=device)
+        for e in range(experts):
+            name = f"{prefix}.experts.{e}"
+            shape = (inner, hidden)
+            self.gate_up[e, :share] = weights.read(
+                f"{name}.gate_proj.weight", shape, dtype, rows=rows
+            )
+            self.gate_up[e, share:] = weights.read(f"{name}.up_proj.weight", shape, dtype, rows=rows)
+            self.down[e] = weights.read(
+                f"{name}.down_proj.weight", (hidden, inner), dtype, columns=rows
+            )
+        self.shared_gate_up = self.shared_down = None
+        if config.n_shared_experts:
+            shared, name = config.shared_intermediate_size, f"{prefix}.shared_experts"
+            rows = shard.of(shared, "shared expert intermediate size")
+            self.shared_gate_up = torch.cat(
+                [
+                    weights.read(f"{name}.{part}_proj.weight", (shared, hidden), dtype, rows=rows)
+                    for part in ("gate", "up")
+                ]
+            )
+            self.shared_down = weights.read(
+                f"{name}.down_proj.weight", (hidden, shared), dtype, columns=rows
+            ).contiguous()
+        self.settings = (
+            config.num_experts_per_tok,
+            config.n_group,
+            config.topk_group,
+            config.routed_scaling_factor,
+            config.norm_topk_prob,
+        )
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """``x [T, H]`` -> ``out [T, H]``."""
+        _ops.moe_experts.default(
+            x,
+            self.router,
+            self.bias,
+            self.gate_up,
+            self.down,
+            self.shared_gate_up,
+            self.shared_down,
+            *self.settings,
+            out,
+        )
+
+
+class MLABuffers:
+    """Every intermediate of an MLA layer for one step shape, and the views that the layer uses.
+
+    ``wide`` holds, side by side, what the two projections write: q latent, kv latent, rotary key,
+    rotary queries, plain queries. So the rotary parts of key and queries are one block, rotated by
+    one call into ``rows``, whose first columns are what the cache stores.
+    """
+
+    def __init__(self, config: TargetConfig, shape: tuple[int, int], num_heads: int, dtype, device):
+        batch, nodes = shape
+        num_rows = batch * nodes
+        rank, rope, nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
+        q_rank, v_dim = config.q_lora_rank, config.v_head_dim
+
+        def new(*sizes: int) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        down = q_rank + rank + rope
+        wide = new(num_rows, down + num_heads * (rope + nope))
+        self.down = wide[:, :down]
+        self.q_down = wide[:, :q_rank]
+        self.kv_down = wide[:, q_rank : q_rank + rank]
+        self.q = wide[:, down:]
+        self.q_down_normed = new(num_rows, q_rank)
+        rows = new(num_rows, rank + (1 + num_heads) * rope)
+        self.latent = rows[:, :rank]
+        self.cached = rows[:, : rank + rope]
+        self.q_rope = rows[:, rank + rope :].view(batch, nodes, num_heads, rope)
+        self.rotated = RotatedRows(
+            wide[:, q_rank + rank : down + num_heads * rope].unflatten(1, (1 + num_heads, rope)),
+            rows[:, rank:].unflatten(1, (1 + num_heads, rope)),
+        )
+        self.q_nope = wide[:, down + num_heads * rope :].unflatten(1, (num_heads, nope)).transpose(0, 1)
+        self.q_latent = new(batch, nodes, num_heads, rank)
+        self.q_latent_by_head = self.q_latent.view(num_rows, num_heads, rank).transpose(0, 1)
+        self.attended = new(batch, nodes, num_heads, rank)
+        self.attended_by_head = self.attended.view(num_rows, num_heads, rank).transpose(0, 1)
+        self.lse = torch.zeros(batch, nodes, num_heads, device=device)
+        self.values = new(num_rows, num_heads * v_dim)
+        self.values_by_head = self.values.view(num_rows, num_heads, v_dim).transpose(0, 1)
+
+
+class MLA:
+    """Multi-head latent attention in absorbed form, heads split by rank, latent cache on every rank.
+
+    ``kv_b_proj`` holds for each head W_UK [nope, R], then W_UV [v, R]. W_UK goes into the query
+    (q_latent = q_nope W_UK) and W_UV after the attention over latents, so that the cache keeps R + Dr
+    numbers a token, whatever the number of heads. The sum over ranks is due after ``forward``.
+    """
+
+    def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
+        heads = config.num_attention_heads
+        hidden, rank, q_rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
+        nope, rope, v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        mine = shard.of(heads, "num_attention_heads")
+        self.num_heads = local = mine.stop - mine.start
+
+        def of_heads(width: int) -> slice:
+            return slice(mine.start * width, mine.stop * width)
+
+        q_a = weights.read(f"{prefix}.q_a_proj.weight", (q_rank, hidden), dtype)
+        kv_a = weights.read(f"{prefix}.kv_a_proj_with_mqa.weight", (rank + rope, hidden), dtype)
+        self.down_t = torch.cat((q_a, kv_a)).t()
+        q_b = weights.read(
+            f"{prefix}.q_b_proj.weight",
+            (heads * (nope + rope), q_rank),
+            dtype,
+            rows=of_heads(nope + rope),
+        ).view(local, nope + rope, q_rank)
+        # Rotary rows first, as MLABuffers lays them out.
+        parts = (q_b[:, nope:].reshape(-1, q_rank), q_b[:, :nope].reshape(-1, q_rank))
+        self.q_b_t = torch.cat(parts).t()
+        kv_b = weights.read(
+            f"{prefix}.kv_b_proj.weight", (heads * (nope + v_dim), rank), dtype, rows=of_heads(nope + v_dim)
+        ).view(local, nope + v_dim, rank)
+        self.w_uk = kv_b[:, :nope].contiguous()
+        self.w_uv = kv_b[:, nope:].transpose(1, 2).contiguous()
+        self.o_t = (
+            weights.read(
+                f"{prefix}.o_proj.weight", (hidden, heads * v_dim), dtype, columns=of_heads(v_dim)
+            )
+            .contiguous()
+            .t()
+        )
+        self.q_norm = weights.read(f"{prefix}.q_a_layernorm.weight", (q_rank,), dtype)
+        self.kv_norm = weights.read(f"{prefix}.kv_a_layernorm.weight", (rank,), dtype)
+        self.eps = config.latent_norm_eps
+        self.scale = softmax_scale(config.rope, config.qk_head_dim)
+
+    def forward(
+        self, x: Tensor, step: Step, slots: Tensor, angles, cache: Tensor, buffers: MLABuffers, out: Tensor
+    ) -> None:
+        """``x [T, H]`` -> ``out [T, H]``; writes the rows' latents to ``cache [P, page, R + Dr]``."""
+        b = buffers
+        torch.mm(x, self.down_t, out=b.down)
+        norm(b.q_down, self.q_norm, self.eps, b.q_down_normed)
+        norm(b.kv_down, self.kv_norm, self.eps, b.latent)
+        torch.mm(b.q_down_normed, self.q_b_t, out=b.q)
+        b.rotated.apply(angles)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, slots, b.cached)
+        torch.bmm(b.q_nope, self.w_uk, out=b.q_latent_by_head)
+        _ops.tree_attention_mla.default(
+            b.q_latent,
+            b.q_rope,
+            cache,
+            step.block_tables,
+            step.context_lens,
+            step.ancestors,
+            self.scale,
+            0.0,
+            0,
+            b.attended,
+            b.lse,
+        )
+        torch.bmm(b.attended_by_head, self.w_uv, out=b.values_by_head)
+        torch.mm(b.values, self.o_t, out=out)
