@@ -1,0 +1,1 @@
+"""How the models are run: paged caches, drafting, the decode cycle and the engine around it."""
