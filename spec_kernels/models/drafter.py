@@ -260,12 +260,12 @@ class Drafter:
         b = self._buffers.get(step.shape)
         if b is None:
             b = self._buffers[step.shape] = _Buffers(self, step.shape)
-        self.embedding.lookup(step.tokens.view(-1), b.embedded)
+        self.embedding.lookup(step.tokens.reshape(-1), b.embedded)
         norm(b.embedded, self.input_norm, eps, b.normed_embedding)
         norm(feature, self.hidden_norm, eps, b.normed_feature)
         torch.mm(b.joined, self.qkv_t, out=b.qkv)
         b.rotated.apply(self.rotary.angles(step.positions))
-        cache.view(-1, b.cached.shape[1]).index_copy_(0, step.slots.view(-1), b.cached)
+        cache.view(-1, b.cached.shape[1]).index_copy_(0, step.slots.reshape(-1), b.cached)
         _ops.tree_attention.default(
             b.q,
             cache[:, :, 0],

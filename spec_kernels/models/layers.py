@@ -65,7 +65,7 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """cos, sin and cos + i sin for ``positions`` of T rows, each ``[T, 1, dim / 2]``."""
-        cos, sin = cos_sin(positions.view(-1, 1), self.frequencies, self.factor)
+        cos, sin = cos_sin(positions.reshape(-1, 1), self.frequencies, self.factor)
         return cos, sin, torch.complex(cos, sin)
 
 

@@ -151,10 +151,10 @@ class Target:
             b = _Buffers(self.config, shape, heads, self.dtype, self.device)
             self._buffers[shape] = b
         eps = self.config.rms_norm_eps
-        slots = step.slots.view(-1)
+        slots = step.slots.reshape(-1)
         angles = self.rotary.angles(step.positions)
         slot_of = self._slot_of if capture is not None else {}
-        self.embedding.lookup(step.tokens.view(-1), b.residual)
+        self.embedding.lookup(step.tokens.reshape(-1), b.residual)
         added = None
         for index, layer in enumerate(self.layers):
             slot = slot_of.get(index)
