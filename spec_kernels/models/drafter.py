@@ -17,6 +17,7 @@ from spec_kernels.models.layers import (
     RotatedRows,
     Step,
     norm,
+    sum_over_ranks,
 )
 from spec_kernels.models.weights import DRAFTER_PREFIXES, Checkpoint, Shard
 
@@ -280,11 +281,11 @@ class Drafter:
             b.lse,
         )
         torch.mm(b.attended_rows, self.o_t, out=b.block)
-        self.comm.all_reduce(b.block, out=b.block)
+        sum_over_ranks(self.comm, b.block)
         r = b.normed_feature.clone() if config.norm_before_residual else feature
         _ops.hidden_capture.default(b.block, r, self.mlp_norm, eps, b.normed, None, 0)
         self.mlp.forward(b.normed, b.block)
-        self.comm.all_reduce(b.block, out=b.block)
+        sum_over_ranks(self.comm, b.block)
         _ops.hidden_capture.default(b.block, r, self.final_norm, eps, b.normed, None, 0)
         return (b.normed.clone() if config.norm_output else r), b.normed
 

@@ -91,6 +91,12 @@ class RotatedRows:
             torch.mul(self.complex[0], rotation, out=self.complex[1])
 
 
+def sum_over_ranks(comm: Communicator, x: Tensor) -> None:
+    """Adds up every rank's ``x`` in place, to the same bits on all."""
+    if comm.world_size > 1:
+        comm.all_reduce(x, out=x)
+
+
 def norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """``out = rms_norm(x) * weight`` for ``x [T, H]``, which stays as it is."""
     _ops.hidden_capture.default(None, x, weight, eps, out, None, 0)
@@ -116,7 +122,7 @@ class Embedding:
         held = (local >= 0) & (local < self.weight.shape[0])
         torch.index_select(self.weight, 0, local * held, out=out)
         out.mul_(held.unsqueeze(1))
-        self.comm.all_reduce(out, out=out)
+        sum_over_ranks(self.comm, out)
 
 
 class LMHead:
@@ -131,8 +137,7 @@ class LMHead:
         local = torch.mm(x, self.weight_t)
         if self.comm.world_size == 1:
             return local
-        gathered = self.comm.all_gather(local.unsqueeze(0)).view(self.comm.world_size, *local.shape)
-        return gathered.transpose(0, 1).reshape(x.shape[0], -1)
+        return self.comm.all_gather(local).transpose(0, 1).reshape(x.shape[0], -1)
 
 
 class DenseMLP:

@@ -18,6 +18,7 @@ from spec_kernels.models.layers import (
     MoE,
     Rotary,
     Step,
+    sum_over_ranks,
 )
 from spec_kernels.models.weights import TARGET_PREFIXES, Checkpoint, Shard
 
@@ -162,10 +163,10 @@ class Target:
             layer.attention.forward(
                 b.normed, step, slots, angles, cache[index], b.attention, b.block
             )
-            self.comm.all_reduce(b.block, out=b.block)
+            sum_over_ranks(self.comm, b.block)
             self._add_norm(b.block, b, layer.mlp_norm, eps, None, None)
             layer.mlp.forward(b.normed, b.block)
-            self.comm.all_reduce(b.block, out=b.block)
+            sum_over_ranks(self.comm, b.block)
             added = b.block
         self._add_norm(added, b, self.final_norm, eps, capture, slot_of.get(len(self.layers)))
         if logit_rows is not None:
