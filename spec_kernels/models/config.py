@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class _Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _fail(self.config, field, "a number", value)
-        if value != value or value in (float("inf"), -float("inf")) or (positive and value <= 0):
+        if not math.isfinite(value) or (positive and value <= 0):
             raise _fail(self.config, field, "a finite number" + " > 0" * positive, value)
         return float(value)
 
@@ -302,9 +303,7 @@ class TargetConfig:
             latent_norm_eps=fields.number("latent_norm_eps", 1e-6),
             max_position_embeddings=fields.integer("max_position_embeddings"),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            eos_token_ids=_token_ids(
-                name, "eos_token_id", values.get("eos_token_id"), vocab_size
-            ),
+            eos_token_ids=_token_ids(name, "eos_token_id", values.get("eos_token_id"), vocab_size),
             architecture=architecture,
         )
         config._check(name)

@@ -80,7 +80,7 @@ def softmax_scale(rope: RopeConfig, qk_head_dim: int) -> float:
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of ``positions [...]`` times ``frequencies [D / 2]``: float32 ``[..., D / 2]``."""
+    """float32 cos and sin ``[..., D / 2]`` of ``positions [...]`` times ``frequencies [D / 2]``."""
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     return angles.cos() * factor, angles.sin() * factor
 

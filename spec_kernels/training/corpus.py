@@ -185,7 +185,7 @@ def held_out_prompts(documents: list[Document], tokenizer: Tokenizer, count: int
 
 
 def prepare(out: Path, seed: int, root: Path | None = None) -> dict:
-    """Writes tokenizer.json, train.npy, held_out.npy, corpus.json and prompts.json under ``out``."""
+    """Writes tokenizer.json, train.npy, held_out.npy, corpus.json, prompts.json into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     documents = load_documents(root)
     training, held_out = split(documents)

@@ -1,4 +1,4 @@
-"""Stage ``drafter``: the EAGLE-3 drafter by training-time test on the target's text and the corpus."""
+"""Stage ``drafter``: the EAGLE-3 drafter, by TTT on the target's own text and the corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec_kernels.training.evaluate import ttt_right
 from spec_kernels.training.generate import continue_text
 from spec_kernels.training.model import Target
 from spec_kernels.training.optim import Optimizer
-from spec_kernels.training.workers import Workers
+from spec_kernels.training.workers import SINGLE, Workers
 
 STEP_WEIGHT = 0.8
 VALIDATION_PROMPTS = 64
@@ -127,7 +127,7 @@ def train(
     stop_after: int | None = None,
     config: DrafterConfig | None = None,
     validation: dict | None = None,
-    workers: Workers = Workers(),
+    workers: Workers = SINGLE,
 ) -> eagle.Drafter:
     """Reads generated.npy and train.npy of ``out``; writes drafter.pt and drafter.jsonl.
 

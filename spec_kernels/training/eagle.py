@@ -191,8 +191,8 @@ def are_right(model: Drafter, logits: list[Tensor], tokens: Tensor) -> Tensor:
 def accuracies(right: Tensor, mask: Tensor | None = None) -> tuple[list[float], list[float], float]:
     """(full, conditional, predicted accept length) of bool ``right [steps, B, R]``.
 
-    Full at step i: drafts 0..i are all right. Conditional: step i is, given those before. Predicted:
-    1 + sum of full. ``mask [B, R]`` keeps the rows that count.
+    Full at step i: drafts 0..i are all right. Conditional: step i is, given those before.
+    Predicted: 1 + sum of full. ``mask [B, R]`` keeps the rows that count.
     """
     together = right.cumprod(0).bool()
     if mask is not None:

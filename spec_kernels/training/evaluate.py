@@ -1,4 +1,4 @@
-"""What the model card states: distinct n-grams, and accept lengths by exact replay of TTT passes."""
+"""What the model card states: distinct n-grams, and accept lengths by replay of TTT passes."""
 
 from __future__ import annotations
 

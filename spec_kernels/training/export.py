@@ -44,10 +44,10 @@ def load_drafter(directory: Path, compute_dtype: torch.dtype = torch.bfloat16) -
         raise ValueError(f"load_drafter: d2t: expected an offset table in {directory}, got none")
     draft_ids = torch.arange(len(state["d2t"])) + state["d2t"]
     model = eagle.Drafter(config, draft_ids, compute_dtype)
-    if model.state_dict().keys() != state.keys():
-        difference = sorted(model.state_dict().keys() ^ state.keys())
-        raise ValueError(f"load_drafter: expected the published names, got a difference: {difference}")
-    model.load_state_dict({name: value for name, value in state.items()})
+    difference = sorted(model.state_dict().keys() ^ state.keys())
+    if difference:
+        raise ValueError(f"load_drafter: tensors missing or left over: {difference}")
+    model.load_state_dict(state)
     return model.eval()
 
 
@@ -83,8 +83,9 @@ def publish_drafter(out: Path, assets: Path, config: DrafterConfig) -> None:
     (assets / "drafter" / "train_log.jsonl").write_text("\n".join(kept) + "\n")
 
 
-def _size(assets: Path) -> int:
-    return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file())
+def _size(assets: Path, without: str = "") -> int:
+    files = [p for p in assets.rglob("*") if p.is_file() and p.name != without]
+    return sum(p.stat().st_size for p in files)
 
 
 def figures(out: Path, assets: Path) -> dict:
@@ -109,51 +110,71 @@ def figures(out: Path, assets: Path) -> dict:
     }
 
 
-def _runs_table(out: Path) -> str:
-    rows = ["| stage | steps | tokens | minutes | last training loss |", "| --- | --- | --- | --- | --- |"]
+def _table(head: list[str], rows: list[list[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _runs(out: Path) -> str:
+    rows = []
     for stage in ("target", "settle", "drafter"):
         path = out / f"{stage}.jsonl"
-        if not path.is_file():
-            continue
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        last = [line for line in lines if "tokens" in line][-1]
-        rows.append(
-            f"| {stage} | {last['step']} | {last['tokens']:,} | {last['minutes']:.1f} | "
-            f"{last['loss']:.3f} |"
-        )
-    return "\n".join(rows)
+        if path.is_file():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            last = [line for line in lines if "tokens" in line][-1]
+            tokens, minutes = f"{last['tokens']:,}", f"{last['minutes']:.1f}"
+            rows.append([stage, last["step"], tokens, minutes, f"{last['loss']:.3f}"])
+    return _table(["stage", "steps", "tokens", "minutes", "last training loss"], rows)
 
 
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.2f}" for value in values)
+def _parts(corpus: dict) -> str:
+    rows = []
+    for name, title in (("train", "training"), ("held_out", "held out")):
+        part = corpus[name]
+        sizes = [f"{part['bytes']:,}", f"{part['tokens']:,}", f"{part['bytes_per_token']:.3f}"]
+        rows.append([title, part["files"], part["test_files"], *sizes])
+    return _table(["part", "files", "of them tests", "bytes", "tokens", "bytes a token"], rows)
+
+
+def _figures(reports: list[dict]) -> str:
+    def numbers(values: list[float]) -> str:
+        return " ".join(f"{value:.2f}" for value in values)
+
+    rows = [
+        [
+            report["temperature"],
+            numbers(report["accept_lengths"]),
+            numbers(report["full_accuracy"]),
+            f"{report['distinct_4grams']:.2f}",
+        ]
+        for report in reports
+    ]
+    head = ["temperature", "accept length, chain of 1, 2, 3, ...", "full accuracy by step"]
+    return _table([*head, f"distinct {evaluate.NGRAM}-grams"], rows)
 
 
 def write_card(out: Path, assets: Path, measured: dict, command: str) -> None:
     """assets/README.md, from the run's own records."""
     corpus = json.loads((out / "corpus.json").read_text())
     settings = json.loads((out / "settings.json").read_text())
+    prompts = json.loads((assets / "prompts.json").read_text())
     target = TargetConfig.from_json(assets / "target")
     drafter = DrafterConfig.from_json(assets / "drafter")
     layers = drafter.captured_layers(target.num_hidden_layers)
-    reports = "\n".join(
-        f"| {r['temperature']} | {_numbers(r['accept_lengths'])} | {_numbers(r['full_accuracy'])} | "
-        f"{r['distinct_4grams']:.2f} |"
-        for r in measured["reports"]
-    )
-    settings_list = "\n".join(
-        f"- `{stage}`: " + ", ".join(f"{key} {value}" for key, value in values.items())
+    used = "\n".join(
+        f"- {stage}: " + ", ".join(f"{key} {value}" for key, value in values.items())
         for stage, values in settings.items()
     )
     versions = (
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}"
     )
-    training, held_out = corpus["train"], corpus["held_out"]
+    loss, bits = measured["held_out_loss"], measured["held_out_bits_per_byte"]
     card = f"""# The bundled target and its EAGLE-3 drafter
 
 A small DeepSeek-V3 / Kimi-K2.5 model and the drafter that belongs to it: real weights, so that the
-main job decodes real text anywhere. They write text that looks like Python's standard library and
-are good for nothing else; do not use what they write.
+main job decodes real text anywhere. What they write looks like Python's standard library and is
+good for nothing else.
 
 - Target: {measured["parameters"]:,} parameters, {target.num_hidden_layers} layers, hidden
   {target.hidden_size}, {target.num_attention_heads} MLA heads, {target.n_routed_experts} routed
@@ -162,34 +183,29 @@ are good for nothing else; do not use what they write.
   {target.rope.original_max_position_embeddings} positions.
 - Drafter: {measured["drafter_parameters"]:,} parameters, one Llama layer, captured streams
   h{list(layers)}, draft vocabulary {drafter.draft_vocab_size} of {drafter.vocab_size}.
-- bfloat16 safetensors; all files together {_size(assets):,} bytes without this card.
+- bfloat16 safetensors; all files without this card: {_size(assets, "README.md"):,} bytes.
 
 ## Corpus and licence
 
 The standard library of Python {corpus["python"]} that ran the training: sources with their test
 folders, and the documentation topics of `pydoc`. Python and its standard library are under the
-Python Software Foundation License; the weights are derived from them, and carry its notice:
+Python Software Foundation License; the weights are derived from them and carry its notice:
 Copyright (c) 2001 onwards Python Software Foundation; all rights reserved.
 
 Dropped: exact duplicates, files that are not UTF-8, code pages and tables, parser inputs.
 SHA-256 of the texts in order: `{corpus["sha256"]}`.
 
-| part | files | of them tests | bytes | tokens | bytes a token |
-| --- | --- | --- | --- | --- | --- |
-| training | {training["files"]} | {training["test_files"]} | {training["bytes"]:,} | {training["tokens"]:,} | {training["bytes_per_token"]:.3f} |
-| held out | {held_out["files"]} | {held_out["test_files"]} | {held_out["bytes"]:,} | {held_out["tokens"]:,} | {held_out["bytes_per_token"]:.3f} |
+{_parts(corpus)}
 
-Split by file: held out is every file whose path's SHA-256, modulo 1000, is below
-{corpus["held_out_per_mille"]}. `prompts.json` holds the first {len(json.loads((assets / "prompts.json").read_text())[0]["token_ids"])} tokens of every n-th held-out
-top-level definition.
+Split by file: held out is every file whose path's SHA-256 (first 8 bytes), modulo 1000, is below
+{corpus["held_out_per_mille"]}. `prompts.json` holds the first {len(prompts[0]["token_ids"])} tokens
+of every n-th held-out top-level definition, {len(prompts)} in all.
 
 ## Training
 
-{_runs_table(out)}
+{_runs(out)}
 
-Settings:
-
-{settings_list}
+{used}
 
 Versions: {versions}. Made again by:
 
@@ -199,16 +215,14 @@ Versions: {versions}. Made again by:
 
 ## Figures
 
-Held-out loss {measured["held_out_loss"]:.3f} nats a token = **{measured["held_out_bits_per_byte"]:.3f} bits a byte**
-(windows of {_HELD_OUT_CONTEXT} tokens).
+Held-out loss {loss:.3f} nats a token = **{bits:.3f} bits a byte** (windows of
+{_HELD_OUT_CONTEXT} tokens).
 
-{measured["reports"][0]["num_prompts"]} held-out prompts, {evaluate.NUM_NEW_TOKENS} new tokens each, by exact replay of the TTT pass over the
-target's own output (drafts are the drafter's top choice; accept length = tokens a cycle, the bonus
-token included):
+{len(prompts)} held-out prompts, {evaluate.NUM_NEW_TOKENS} new tokens each, by exact replay of the
+TTT pass over the target's own output. Drafts are the drafter's top choices; accept length = tokens
+a cycle, the bonus token included.
 
-| temperature | accept length, chain of 1, 2, 3, ... | full accuracy by step | distinct {evaluate.NGRAM}-grams |
-| --- | --- | --- | --- |
-{reports}
+{_figures(measured["reports"])}
 """
     (assets / "README.md").write_text(card)
 

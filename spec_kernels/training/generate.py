@@ -20,7 +20,7 @@ TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
 def continue_text(
     model: Target, prompts: Tensor, num_new: int, temperatures: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """prompts [B, P] int64 -> [B, P + num_new]; temperatures [B], 0 = greedy (lowest id on ties)."""
+    """prompts [B, P] int64 -> [B, P + num_new]; temperatures [B], 0 = greedy."""
     batch, length = prompts.shape
     cache = model.new_cache(batch, length + num_new)
     is_greedy = temperatures == 0
@@ -65,9 +65,7 @@ def generate(
         generator = torch.Generator().manual_seed(seed * 1_000_003 + len(parts))
         prompts = random_prompts(ids, batch, prompt_tokens, generator)
         temperatures = torch.tensor(TEMPERATURES).repeat(-(-batch // len(TEMPERATURES)))[:batch]
-        texts = continue_text(
-            model, prompts, length - prompt_tokens, temperatures, generator
-        )
+        texts = continue_text(model, prompts, length - prompt_tokens, temperatures, generator)
         parts.append(texts.numpy().astype(np.uint16))
         seconds = time.monotonic() - started
         tokens = len(parts) * batch * (length - prompt_tokens)

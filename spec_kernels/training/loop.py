@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels.training.optim import Optimizer, learning_rate
-from spec_kernels.training.workers import Workers
+from spec_kernels.training.workers import SINGLE, Workers
 
 _CHECKPOINT_SECONDS = 180.0
 _LOG_EVERY = 10
@@ -40,7 +40,7 @@ class Batches:
         self._epoch, self._order, self._offset = -1, np.empty(0, np.int64), 0
 
     def at(self, num_tokens: int) -> Tensor:
-        """The batch that follows after ``num_tokens`` have been seen: int64 [batch, context + 1]."""
+        """The batch that follows ``num_tokens`` seen tokens: int64 [batch, context + 1]."""
         first = num_tokens // self.context
         rows = []
         for number in range(first, first + self.batch):
@@ -100,7 +100,7 @@ class Schedule:
 
 @dataclasses.dataclass
 class Step:
-    """What one batch gave: the loss to differentiate, values to log, and expert loads to balance."""
+    """What a batch gave: the loss to differentiate, values to log, expert loads to balance."""
 
     loss: Tensor
     report: dict
@@ -189,7 +189,7 @@ def run(
     step_of: Callable[[Tensor], Step],
     resume: bool,
     *,
-    workers: Workers = Workers(),
+    workers: Workers = SINGLE,
     balance: Callable[[list[Tensor]], None] | None = None,
     decay_batches: Batches | None = None,
     evaluate: Callable[[], dict] | None = None,

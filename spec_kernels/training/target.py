@@ -13,7 +13,7 @@ from spec_kernels.training import loop
 from spec_kernels.training.corpus import SEPARATOR_ID, VOCAB_SIZE
 from spec_kernels.training.model import Target, bits_per_byte, cross_entropy
 from spec_kernels.training.optim import Optimizer
-from spec_kernels.training.workers import Workers
+from spec_kernels.training.workers import SINGLE, Workers
 
 BIAS_SPEED = 1e-3
 EVALUATION_WINDOWS = 96
@@ -90,7 +90,7 @@ def train(
     compute_dtype: torch.dtype = torch.bfloat16,
     resume: bool = False,
     stop_after: int | None = None,
-    workers: Workers = Workers(),
+    workers: Workers = SINGLE,
 ) -> Target:
     """Reads train.npy, held_out.npy and corpus.json of ``out``; writes target.pt, target.jsonl.
 

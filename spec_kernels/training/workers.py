@@ -43,6 +43,9 @@ class Workers:
             tensor.copy_(part.view(tensor.shape))
 
 
+SINGLE = Workers()
+
+
 def _enter(rank: int, size: int, meeting: str, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
@@ -58,7 +61,7 @@ def launch(num_workers: int, function: Callable, *args) -> None:
     A worker that fails ends the others, and its error is raised here.
     """
     if num_workers == 1:
-        function(Workers(), *args)
+        function(SINGLE, *args)
         return
     with tempfile.TemporaryDirectory() as directory:
         multiprocessing.spawn(
