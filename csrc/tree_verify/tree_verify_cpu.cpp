@@ -1,0 +1,355 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "common/check.h"
+#include "tree_verify/tree_verify.h"
+
+namespace spec_kernels {
+namespace {
+
+constexpr char kOp[] = "tree_verify";
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+// A row is cut into chunks of fixed size for threads; a multiple of kBlock.
+constexpr int64_t kChunk = 32768;
+constexpr int64_t kBlocksPerChunk = kChunk / kBlock;
+
+// Element (b, i) of a strided index tensor.
+struct IntMatrix {
+  IntView data;
+  int64_t row, column;
+
+  explicit IntMatrix(const Tensor& t)
+      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
+  int64_t operator()(int64_t b, int64_t i = 0) const { return data[b * row + i * column]; }
+};
+
+struct MutableIntMatrix {
+  MutableIntView data;
+  int64_t row, column;
+
+  explicit MutableIntMatrix(const Tensor& t)
+      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
+  void set(int64_t b, int64_t i, int64_t value) const { data.set(b * row + i * column, value); }
+};
+
+struct Parameters {
+  float temperature = 0.0f;
+  int64_t top_k = 0;
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+  uint64_t seed = 0;
+};
+
+// Working memory of one thread, kept from call to call: a row is too large to be mapped anew each
+// time.
+struct Scratch {
+  std::vector<float> values, block_max, sorted_max;
+  std::vector<uint64_t> sums;
+  std::vector<Candidate> candidates;
+};
+
+bool better(const Candidate& x, const Candidate& y) {
+  return x.value != y.value ? x.value > y.value : x.id < y.id;
+}
+
+template <class F>
+void for_chunks(int64_t size, int64_t chunk, const F& f) {
+  torch::stable::parallel_for(0, (size + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) f(c, c * chunk, std::min(size, (c + 1) * chunk));
+  });
+}
+
+int64_t choose_greedy(const Row& row) {
+  const auto kernel = SK_KERNEL(row_argmax);
+  Best found[kMaxVocab / kChunk];
+  for_chunks(row.vocab, kChunk,
+             [&](int64_t c, int64_t begin, int64_t end) { found[c] = kernel(row, begin, end); });
+  Best best = found[0];
+  for (int64_t c = 1; c * kChunk < row.vocab; ++c) {
+    if (found[c].value > best.value) best = found[c];
+  }
+  return best.value == kLowest ? -1 : best.id;
+}
+
+// One sampled choice over values that stand in `scratch`.
+class Sampler {
+ public:
+  Sampler(const Row& row, Scratch& scratch)
+      : row_(row), s_(scratch), num_blocks_((row.vocab + kBlock - 1) / kBlock) {}
+
+  // The token, or -1 when there is none to choose.
+  int64_t choose(const Parameters& p, uint64_t position) {
+    prepare();
+    if (w_.greatest == kLowest) return -1;
+    w_.inverse_temperature = std::min(std::max(1.0f / p.temperature, FLT_MIN), FLT_MAX);
+    const bool top_k = p.top_k > 0 && p.top_k < row_.vocab;
+    if (top_k) cut_top_k(p.top_k);
+    if (p.top_p < 1.0f) cut_top_p(p.top_p, top_k);
+    w_.min_p = p.min_p;
+    const uint64_t total = sum_weights();
+    uint64_t below = coin_times(coin_bits(p.seed, position, kSample), total);
+    int64_t block = 0;
+    for (; below >= s_.sums[static_cast<size_t>(block)]; ++block)
+      below -= s_.sums[static_cast<size_t>(block)];
+    return SK_KERNEL(find_in_block)(w_, block, below);
+  }
+
+ private:
+  void prepare() {
+    s_.values.resize(static_cast<size_t>(num_blocks_ * kBlock));
+    s_.block_max.resize(static_cast<size_t>(num_blocks_));
+    s_.sums.resize(static_cast<size_t>(num_blocks_));
+    float* values = s_.values.data();
+    float* block_max = s_.block_max.data();
+    const auto kernel = SK_KERNEL(row_values);
+    for_chunks(num_blocks_, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
+      kernel(row_, begin, end, values, block_max);
+    });
+    w_.values = values;
+    w_.block_max = block_max;
+    w_.greatest = *std::max_element(s_.block_max.begin(), s_.block_max.end());
+    w_.cut = {kLowest, row_.vocab};
+  }
+
+  uint64_t sum_weights() {
+    const auto kernel = SK_KERNEL(block_weights);
+    for_chunks(num_blocks_, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
+      kernel(w_, begin, end, s_.sums.data());
+    });
+    uint64_t total = 0;
+    for (const uint64_t sum : s_.sums) total += sum;
+    return total;
+  }
+
+  // Collects at least the `count` best values (all finite ones if there are fewer): the count-th
+  // greatest block maximum is a lower bound of the count-th greatest value. Returns false when
+  // every value > -inf was collected.
+  bool gather(int64_t count) {
+    float bound = kLowest;
+    if (count <= num_blocks_) {
+      s_.sorted_max = s_.block_max;
+      std::nth_element(s_.sorted_max.begin(), s_.sorted_max.begin() + (count - 1),
+                       s_.sorted_max.end(), [](float x, float y) { return x > y; });
+      bound = s_.sorted_max[static_cast<size_t>(count - 1)];
+    }
+    s_.candidates.clear();
+    for (int64_t block = 0; block < num_blocks_; ++block) {
+      if (s_.block_max[static_cast<size_t>(block)] < bound) continue;
+      for (int64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
+        const float v = s_.values[static_cast<size_t>(i)];
+        if (v >= bound && v > kLowest) s_.candidates.push_back({0, v, static_cast<int32_t>(i)});
+      }
+    }
+    return bound > kLowest;
+  }
+
+  // Leaves the k best in candidates and cuts off the rest; ties to the lower id.
+  void cut_top_k(int64_t k) {
+    const bool more = gather(k);
+    if (!more && static_cast<int64_t>(s_.candidates.size()) <= k) return;
+    std::nth_element(s_.candidates.begin(), s_.candidates.begin() + (k - 1), s_.candidates.end(),
+                     better);
+    s_.candidates.resize(static_cast<size_t>(k));
+    w_.cut = {s_.candidates.back().value, s_.candidates.back().id};
+  }
+
+  uint64_t weigh_candidates() {
+    SK_KERNEL(candidate_weights)(w_, s_.candidates.data(),
+                                 static_cast<int64_t>(s_.candidates.size()));
+    uint64_t total = 0;
+    for (const Candidate& c : s_.candidates) total += c.weight;
+    return total;
+  }
+
+  // Cuts after the first candidate, best first, with which the mass reaches top_p of what top-k
+  // left.
+  void cut_top_p(float top_p, bool have_candidates) {
+    const uint64_t total = have_candidates ? weigh_candidates() : sum_weights();
+    const double share = std::ceil(static_cast<double>(top_p) * static_cast<double>(total));
+    const uint64_t enough = std::max<uint64_t>(1, static_cast<uint64_t>(share));
+    if (!have_candidates) {
+      // Most nuclei are small: look among few first. Rounding may leave `enough` above the total;
+      // then all are kept.
+      constexpr int64_t kFirst = 64, kGrowth = 8;
+      for (int64_t count = kFirst; gather(count) && weigh_candidates() < enough;) count *= kGrowth;
+      weigh_candidates();
+    }
+    std::vector<Candidate>& c = s_.candidates;
+    size_t low = 0;
+    size_t high = c.size();
+    uint64_t before = 0;
+    while (high - low > 32) {
+      const size_t middle = low + (high - low) / 2;
+      std::nth_element(c.begin() + low, c.begin() + middle, c.begin() + high, better);
+      uint64_t mass = before;
+      for (size_t i = low; i < middle; ++i) mass += c[i].weight;
+      if (mass >= enough) {
+        high = middle;
+      } else {
+        before = mass;
+        low = middle;
+      }
+    }
+    std::sort(c.begin() + low, c.begin() + high, better);
+    // Kept iff the mass before it is short of `enough`; c[low] always is.
+    while (low + 1 < high && before + c[low].weight < enough) before += c[low++].weight;
+    w_.cut = {c[low].value, c[low].id};
+  }
+
+  const Row& row_;
+  Scratch& s_;
+  int64_t num_blocks_;
+  Weights w_{};
+};
+
+void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling,
+                 Tensor context_lens, std::optional<Tensor> temperature,
+                 std::optional<Tensor> top_k, std::optional<Tensor> top_p,
+                 std::optional<Tensor> min_p, std::optional<Tensor> seeds,
+                 std::optional<Tensor> logit_bias, std::optional<Tensor> allowed,
+                 Tensor accept_index, Tensor num_accepted, Tensor out_tokens, Tensor status) {
+  check_cpu(kOp, "logits", logits);
+  check_float(kOp, "logits", logits);
+  check_shape(kOp, "logits", logits, {-1, -1, -1});
+  check_last_dim(kOp, "logits", logits);
+  const int64_t batch = logits.size(0);
+  const int64_t num_nodes = logits.size(1);
+  const int64_t vocab = logits.size(2);
+  SK_CHECK(num_nodes >= 1 && vocab >= 1 && vocab <= kMaxVocab, kOp, "logits",
+           "at least one node and 1 to " + std::to_string(kMaxVocab) + " tokens",
+           shape_string(logits));
+  const auto check_ints = [&](const char* name, const Tensor& t,
+                              std::initializer_list<int64_t> shape) {
+    check_cpu(kOp, name, t);
+    check_int(kOp, name, t);
+    check_shape(kOp, name, t, shape);
+  };
+  const auto check_typed = [&](const char* name, const Tensor& t, ScalarType type,
+                               std::initializer_list<int64_t> shape) {
+    check_cpu(kOp, name, t);
+    check_dtype(kOp, name, t, type);
+    check_shape(kOp, name, t, shape);
+  };
+  check_ints("tokens", tokens, {batch, num_nodes});
+  check_ints("first_child", first_child, {batch, num_nodes});
+  check_ints("next_sibling", next_sibling, {batch, num_nodes});
+  check_ints("context_lens", context_lens, {batch});
+  if (temperature) {
+    check_typed("temperature", *temperature, ScalarType::Float, {batch});
+    SK_CHECK(seeds.has_value(), kOp, "seeds", "one seed for each request when temperature is given",
+             "None");
+  }
+  if (top_k) check_ints("top_k", *top_k, {batch});
+  if (top_p) check_typed("top_p", *top_p, ScalarType::Float, {batch});
+  if (min_p) check_typed("min_p", *min_p, ScalarType::Float, {batch});
+  if (seeds) check_typed("seeds", *seeds, ScalarType::Long, {batch});
+  if (logit_bias) {
+    check_typed("logit_bias", *logit_bias, ScalarType::Float, {batch, vocab});
+    check_last_dim(kOp, "logit_bias", *logit_bias);
+  }
+  if (allowed) {
+    check_typed("allowed", *allowed, ScalarType::Int, {batch, num_nodes, (vocab + 31) / 32});
+    check_last_dim(kOp, "allowed", *allowed);
+  }
+  check_ints("accept_index", accept_index, {batch, -1});
+  const int64_t num_columns = accept_index.size(1);
+  SK_CHECK(num_columns >= 1, kOp, "accept_index", "at least one column",
+           shape_string(accept_index));
+  check_ints("num_accepted", num_accepted, {batch});
+  check_ints("out_tokens", out_tokens, {batch, num_columns});
+  check_ints("status", status, {batch});
+
+  const IntMatrix lengths(context_lens);
+  const auto float_at = [](const std::optional<Tensor>& t, int64_t b, float otherwise) {
+    return t ? static_cast<const float*>(t->data_ptr())[b * t->stride(0)] : otherwise;
+  };
+  const auto int_at = [](const std::optional<Tensor>& t, int64_t b) {
+    return t ? IntMatrix(*t)(b) : 0;
+  };
+  std::vector<Parameters> parameters(static_cast<size_t>(batch));
+  for (int64_t b = 0; b < batch; ++b) {
+    if (lengths(b) < 0) continue;
+    Parameters& p = parameters[static_cast<size_t>(b)];
+    p.temperature = float_at(temperature, b, 0.0f);
+    p.top_k = int_at(top_k, b);
+    p.top_p = float_at(top_p, b, 1.0f);
+    p.min_p = float_at(min_p, b, 0.0f);
+    p.seed = static_cast<uint64_t>(int_at(seeds, b));
+    SK_CHECK(p.temperature >= 0.0f && p.temperature <= FLT_MAX, kOp, "temperature",
+             "finite values >= 0", p.temperature);
+    SK_CHECK(p.top_p >= 0.0f, kOp, "top_p", "values >= 0", p.top_p);
+    SK_CHECK(p.min_p <= 1.0f, kOp, "min_p", "values <= 1", p.min_p);
+  }
+
+  const IntMatrix token_of(tokens), child_of(first_child), sibling_of(next_sibling);
+  const MutableIntMatrix path(accept_index), count(num_accepted), emitted(out_tokens),
+      flags(status);
+  const Float dtype = float_kind(logits.scalar_type());
+  const auto row_at = [&](int64_t b, int64_t node) {
+    Row row{};
+    row.logits = static_cast<const char*>(logits.data_ptr()) +
+                 (b * logits.stride(0) + node * logits.stride(1)) * float_size(dtype);
+    if (logit_bias)
+      row.bias = static_cast<const float*>(logit_bias->data_ptr()) + b * logit_bias->stride(0);
+    if (allowed) {
+      row.allowed = static_cast<const uint32_t*>(allowed->data_ptr()) + b * allowed->stride(0) +
+                    node * allowed->stride(1);
+    }
+    row.vocab = vocab;
+    row.dtype = dtype;
+    return row;
+  };
+  const auto walk = [&](int64_t b) {
+    thread_local Scratch scratch;
+    const Parameters& p = parameters[static_cast<size_t>(b)];
+    int32_t bits = 0;
+    int64_t node = 0;
+    int64_t depth = 0;
+    path.set(b, 0, 0);
+    for (;;) {
+      const Row row = row_at(b, node);
+      const uint64_t position =
+          static_cast<uint64_t>(lengths(b)) + static_cast<uint64_t>(depth) + 1;
+      const int64_t token =
+          p.temperature == 0.0f ? choose_greedy(row) : Sampler(row, scratch).choose(p, position);
+      emitted.set(b, depth, std::max<int64_t>(token, 0));
+      if (token < 0) bits |= kNoToken;
+      if (token < 0 || depth + 1 == num_columns) break;
+      const ChildSearch found = find_child(
+          node, token, num_nodes, [&](int64_t i) { return token_of(b, i); },
+          [&](int64_t i) { return child_of(b, i); }, [&](int64_t i) { return sibling_of(b, i); });
+      bits |= found.status;
+      if (found.child < 0) break;
+      node = found.child;
+      ++depth;
+      path.set(b, depth, node);
+    }
+    count.set(b, 0, depth);
+    flags.set(b, 0, bits);
+  };
+  // One request at a time per thread; a lone request leaves the threads to the chunks of its rows.
+  torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      for (int64_t i = 0; i < num_columns; ++i) {
+        path.set(b, i, -1);
+        emitted.set(b, i, -1);
+      }
+      count.set(b, 0, 0);
+      flags.set(b, 0, 0);
+      if (lengths(b) >= 0) walk(b);
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) { m.impl("tree_verify", TORCH_BOX(&tree_verify)); }
+
+}  // namespace spec_kernels

@@ -1,0 +1,215 @@
+#include "common/simd.h"
+#include "tree_verify/tree_verify.h"
+
+namespace spec_kernels {
+namespace SK_ISA {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+
+SK_INLINE I32x16 lanes() { return I32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+// Sixteen values from id i on, i a multiple of 16; lanes past the row are -inf. NaN stays:
+// comparisons ignore it.
+template <class T, bool kEdited, bool kWhole>
+SK_INLINE F32x16 raw_values(const Row& row, int64_t i) {
+  const T* logits = static_cast<const T*>(row.logits) + i;
+  const int64_t rest = row.vocab - i;
+  F32x16 v = kWhole ? load(logits) : load_partial(logits, rest);
+  if constexpr (kEdited) {
+    if (row.bias) v += kWhole ? load(row.bias + i) : load_partial(row.bias + i, rest);
+    if (row.allowed) {
+      const I32x16 bit =
+          ((I32x16{} + static_cast<int32_t>(row.allowed[i / 32] >> (i % 32))) >> lanes()) & 1;
+      v = bit != 0 ? v : splat(-kInfinity);
+    }
+  }
+  if constexpr (!kWhole) v = lanes() < static_cast<int32_t>(rest) ? v : splat(-kInfinity);
+  return v;
+}
+
+// e^x for x <= 0 to about 2 ulp, without a fused multiply-add: the same bits as exp_weights in
+// reference.py. Below -30 it stays at e^-30, which rounds to no weight.
+SK_INLINE F32x16 exp_weight(F32x16 x) {
+  const F32x16 kMagic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  x = x > splat(-30.0f) ? x : splat(-30.0f);
+  const F32x16 n = (x * 1.44269504f + kMagic) - kMagic;
+  F32x16 r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  F32x16 p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * (r * r) + r) + 1.0f;
+  return p * (F32x16)((__builtin_convertvector(n, I32x16) + 127) << 23);
+}
+
+SK_INLINE F32x16 weight(const Weights& w, F32x16 v) {
+  // inf - inf counts as 0: +inf entries share the weight.
+  const F32x16 difference = v == splat(w.greatest) ? splat(0.0f) : v - w.greatest;
+  return exp_weight(difference * w.inverse_temperature);
+}
+
+// weight * 2^40 truncated, as high * 2^16 + low.
+struct Fixed {
+  U32x16 high, low;
+};
+
+SK_INLINE Fixed to_fixed(F32x16 weight) {
+  const F32x16 scaled = weight * 16777216.0f;
+  const I32x16 high = __builtin_convertvector(scaled, I32x16);
+  const F32x16 fraction = scaled - __builtin_convertvector(high, F32x16);
+  const I32x16 low = __builtin_convertvector(fraction * 65536.0f, I32x16);
+  return {(U32x16)high, (U32x16)low};
+}
+
+SK_INLINE Fixed kept_weight(const Weights& w, int64_t i) {
+  const F32x16 v = load(w.values + i);
+  const F32x16 x = weight(w, v);
+  const I32x16 tie = (v == splat(w.cut.value)) &
+                     (lanes() + static_cast<int32_t>(i) <= static_cast<int32_t>(w.cut.id));
+  const I32x16 kept = ((v > splat(w.cut.value)) | tie) & (x >= splat(w.min_p));
+  return to_fixed((F32x16)((I32x16)x & kept));
+}
+
+SK_INLINE uint32_t sum(U32x16 v) {
+  uint32_t x[kLanes];
+  std::memcpy(x, &v, sizeof(v));
+  uint32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += x[i];
+  return total;
+}
+
+// Vectors [begin, end) of the row, `end` excluding a vector that reaches past it.
+template <class T, bool kEdited>
+SK_INLINE F32x16 greatest(const Row& row, int64_t begin, int64_t end) {
+  F32x16 best[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
+  int64_t i = begin;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const F32x16 v = raw_values<T, kEdited, true>(row, i + j * kLanes);
+      best[j] = v > best[j] ? v : best[j];
+    }
+  }
+  for (; i < end; i += kLanes) {
+    const F32x16 v = raw_values<T, kEdited, true>(row, i);
+    best[0] = v > best[0] ? v : best[0];
+  }
+  return max(max(best[0], best[1]), max(best[2], best[3]));
+}
+
+template <class T, bool kEdited>
+Best argmax(const Row& row, int64_t begin, int64_t end) {
+  constexpr int64_t kStretch = 1024;
+  Best best = {-kInfinity, 0};
+  int64_t where = begin;
+  for (int64_t i = begin; i < end; i += kStretch) {
+    const int64_t stop = end - i < kStretch ? end : i + kStretch;
+    const int64_t whole = i + (stop - i) / kLanes * kLanes;
+    F32x16 v = greatest<T, kEdited>(row, i, whole);
+    if (whole < stop) {
+      const F32x16 tail = raw_values<T, kEdited, false>(row, whole);
+      v = tail > v ? tail : v;
+    }
+    const float found = reduce_max(v);
+    if (found > best.value) {  // strictly: of equal values the first stays
+      best.value = found;
+      where = i;
+    }
+  }
+  if (best.value == -kInfinity) return best;
+  for (int64_t i = where;; i += kLanes) {
+    const F32x16 v = row.vocab - i >= kLanes ? raw_values<T, kEdited, true>(row, i)
+                                             : raw_values<T, kEdited, false>(row, i);
+    for (int j = 0; j < kLanes; ++j) {
+      if (v[j] == best.value) {
+        best.id = i + j;
+        return best;
+      }
+    }
+  }
+}
+
+template <class T, bool kEdited>
+void values(const Row& row, int64_t first_block, int64_t last_block, float* out, float* block_max) {
+  const F32x16 kLowest = splat(-kInfinity);
+  for (int64_t block = first_block; block < last_block; ++block) {
+    F32x16 best = kLowest;
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
+      const int64_t rest = row.vocab - i;
+      F32x16 v = kLowest;
+      if (rest >= kLanes) {
+        v = raw_values<T, kEdited, true>(row, i);
+      } else if (rest > 0) {
+        v = raw_values<T, kEdited, false>(row, i);
+      }
+      v = v == v ? v : kLowest;
+      store(out + i, v);
+      best = v > best ? v : best;
+    }
+    block_max[block] = reduce_max(best);
+  }
+}
+
+// Calls f with the element type of the row and whether bias or mask apply.
+#define SK_ROW_DISPATCH(row, function, ...)                                 \
+  ((row).dtype == Float::kBf16                                              \
+       ? ((row).bias || (row).allowed ? function<bf16, true>(__VA_ARGS__)   \
+                                      : function<bf16, false>(__VA_ARGS__)) \
+       : ((row).bias || (row).allowed ? function<float, true>(__VA_ARGS__)  \
+                                      : function<float, false>(__VA_ARGS__)))
+
+}  // namespace
+
+Best row_argmax(const Row& row, int64_t begin, int64_t end) {
+  return SK_ROW_DISPATCH(row, argmax, row, begin, end);
+}
+
+void row_values(const Row& row, int64_t first_block, int64_t last_block, float* out,
+                float* block_max) {
+  SK_ROW_DISPATCH(row, values, row, first_block, last_block, out, block_max);
+}
+
+void block_weights(const Weights& w, int64_t first_block, int64_t last_block, uint64_t* sums) {
+  for (int64_t block = first_block; block < last_block; ++block) {
+    U32x16 high = {};
+    U32x16 low = {};
+    if (w.block_max[block] >= w.cut.value) {
+      // Per lane at most 8 * 2^24 and 8 * 2^16; over lanes 2^31 at most.
+      for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
+        const Fixed q = kept_weight(w, i);
+        high += q.high;
+        low += q.low;
+      }
+    }
+    sums[block] = (uint64_t{sum(high)} << 16) + sum(low);
+  }
+}
+
+int64_t find_in_block(const Weights& w, int64_t block, uint64_t below) {
+  uint64_t cumulative = 0;
+  for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
+    const Fixed q = kept_weight(w, i);
+    for (int j = 0; j < kLanes; ++j) {
+      cumulative += (uint64_t{q.high[j]} << 16) + q.low[j];
+      if (cumulative > below) return i + j;
+    }
+  }
+  return -1;  // not reached: the caller picked the block whose sum exceeds `below`
+}
+
+void candidate_weights(const Weights& w, Candidate* candidates, int64_t num_candidates) {
+  for (int64_t i = 0; i < num_candidates; i += kLanes) {
+    const int64_t n = num_candidates - i < kLanes ? num_candidates - i : kLanes;
+    float v[kLanes] = {};
+    for (int64_t j = 0; j < n; ++j) v[j] = candidates[i + j].value;
+    const Fixed q = to_fixed(weight(w, load(v)));
+    for (int64_t j = 0; j < n; ++j)
+      candidates[i + j].weight = (uint64_t{q.high[j]} << 16) + q.low[j];
+  }
+}
+
+}  // namespace SK_ISA
+}  // namespace spec_kernels
