@@ -1,7 +1,8 @@
-// Sixteen fp32 lanes on every instruction set, so that lane order, and with it rounding, is the same everywhere
-// except for fused multiply-adds (absent in `plain`). Included only by *_cpu_kernels.cpp: everything lives in the
-// namespace SK_ISA, and no standard container may be used there, since the linker could otherwise hand a function
-// compiled for AVX-512 to a machine without it.
+// Sixteen fp32 lanes on every instruction set, so that lane order, and with it rounding, is the
+// same everywhere except for fused multiply-adds (absent in `plain`). Included only by
+// *_cpu_kernels.cpp: everything lives in the namespace SK_ISA, and no standard container may be
+// used there, since the linker could otherwise hand a function compiled for AVX-512 to a machine
+// without it.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +34,49 @@ constexpr int kLanes = 16;
 #define SK_INLINE static inline __attribute__((always_inline))
 
 SK_INLINE F32x16 splat(float x) { return F32x16{} + x; }
+
+// GCC lowers a comparison of vectors wider than the machine's to one lane at a time, so comparisons
+// go through vectors of the machine's own width. A true lane is all ones.
+#if defined(__AVX512F__)
+constexpr int kNativeLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kNativeLanes = 8;
+#else
+constexpr int kNativeLanes = 4;
+#endif
+constexpr int kPieces = kLanes / kNativeLanes;
+typedef float F32Native __attribute__((vector_size(4 * kNativeLanes)));
+typedef int32_t I32Native __attribute__((vector_size(4 * kNativeLanes)));
+
+#define SK_BY_PIECES(name, Result, NativeResult, expression) \
+  SK_INLINE Result name(F32x16 a, F32x16 b) {                \
+    F32Native xs[kPieces], ys[kPieces];                      \
+    NativeResult rs[kPieces];                                \
+    std::memcpy(xs, &a, sizeof(a));                          \
+    std::memcpy(ys, &b, sizeof(b));                          \
+    for (int i = 0; i < kPieces; ++i) {                      \
+      const F32Native x = xs[i], y = ys[i];                  \
+      rs[i] = expression;                                    \
+    }                                                        \
+    Result result;                                           \
+    std::memcpy(&result, rs, sizeof(result));                \
+    return result;                                           \
+  }
+SK_BY_PIECES(max, F32x16, F32Native, x > y ? x : y)  // b where either is NaN
+SK_BY_PIECES(min, F32x16, F32Native, x < y ? x : y)  // likewise
+SK_BY_PIECES(greater, I32x16, I32Native, x > y)
+SK_BY_PIECES(greater_equal, I32x16, I32Native, x >= y)
+SK_BY_PIECES(equal, I32x16, I32Native, x == y)
+#undef SK_BY_PIECES
+
+// a where the mask is true, else b.
+SK_INLINE F32x16 select(I32x16 mask, F32x16 a, F32x16 b) {
+#if defined(__AVX512F__)
+  return mask ? a : b;
+#else
+  return (F32x16)(((I32x16)a & mask) | ((I32x16)b & ~mask));
+#endif
+}
 
 SK_INLINE F32x16 load(const float* p) {
   F32x16 v;
@@ -75,8 +119,8 @@ SK_INLINE U16x16 to_bf16(F32x16 v) {
   const U32x16 bits = (U32x16)v;
   const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32x16 quiet = (bits >> 16) | 0x40u;
-  const I32x16 is_nan = v != v;
-  return __builtin_convertvector((rounded & ~(U32x16)is_nan) | (quiet & (U32x16)is_nan), U16x16);
+  const U32x16 is_number = (U32x16)equal(v, v);
+  return __builtin_convertvector((rounded & is_number) | (quiet & ~is_number), U16x16);
 }
 
 SK_INLINE void store(bf16* p, F32x16 v) {
@@ -142,9 +186,6 @@ SK_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #endif
 }
 
-SK_INLINE F32x16 max(F32x16 a, F32x16 b) { return a > b ? a : b; }
-SK_INLINE F32x16 min(F32x16 a, F32x16 b) { return a < b ? a : b; }
-
 typedef float F32x8 __attribute__((vector_size(32)));
 typedef float F32x4 __attribute__((vector_size(16)));
 
@@ -167,7 +208,8 @@ SK_INLINE float reduce_add(F32x16 v) {
 // reduce_add of four vectors at once, by the same tree.
 SK_INLINE F32x4 reduce_add(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
 #if defined(__SSE2__)
-  const __m128 x = (__m128)fold_add(a), y = (__m128)fold_add(b), z = (__m128)fold_add(c), w = (__m128)fold_add(d);
+  const __m128 x = (__m128)fold_add(a), y = (__m128)fold_add(b), z = (__m128)fold_add(c),
+               w = (__m128)fold_add(d);
   const __m128 xy = _mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
   const __m128 zw = _mm_add_ps(_mm_movelh_ps(z, w), _mm_movehl_ps(w, z));
   return (F32x4)_mm_add_ps(_mm_shuffle_ps(xy, zw, _MM_SHUFFLE(2, 0, 2, 0)),
@@ -178,19 +220,18 @@ SK_INLINE F32x4 reduce_add(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
 }
 
 SK_INLINE float reduce_max(F32x16 v) {
-  F32x8 half[2];
-  std::memcpy(half, &v, sizeof(v));
-  const F32x8 eight = half[0] > half[1] ? half[0] : half[1];
-  F32x4 quarter[2];
-  std::memcpy(quarter, &eight, sizeof(eight));
-  const F32x4 x = quarter[0] > quarter[1] ? quarter[0] : quarter[1];
+  F32x4 quarter[4];
+  std::memcpy(quarter, &v, sizeof(v));
+  const F32x4 low = quarter[0] > quarter[2] ? quarter[0] : quarter[2];
+  const F32x4 high = quarter[1] > quarter[3] ? quarter[1] : quarter[3];
+  const F32x4 x = low > high ? low : high;
   const float even = x[0] > x[2] ? x[0] : x[2];
   const float odd = x[1] > x[3] ? x[1] : x[3];
   return even > odd ? even : odd;
 }
 
-// e^x to about 2 ulp over the whole range: x = n ln 2 + r, a degree-6 polynomial in r, exponent added to the bits.
-// -inf and anything below -87.3 give 0; above 88.7 gives +inf; NaN stays NaN.
+// e^x to about 2 ulp over the whole range: x = n ln 2 + r, a degree-6 polynomial in r, exponent
+// added to the bits. -inf and anything below -87.3 give 0; above 88.7 gives +inf; NaN stays NaN.
 SK_INLINE F32x16 exp(F32x16 x) {
   const F32x16 clamped = min(max(x, splat(-87.33654f)), splat(88.72283f));
   const F32x16 kMagic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -208,9 +249,9 @@ SK_INLINE F32x16 exp(F32x16 x) {
   const I32x16 whole = __builtin_convertvector(n, I32x16);
   const I32x16 half = whole >> 1;
   const F32x16 result = p * (F32x16)((half + 127) << 23) * (F32x16)((whole - half + 127) << 23);
-  const F32x16 low = x < -87.33654f ? splat(0.0f) : result;
-  const F32x16 high = x > 88.72283f ? splat(__builtin_inff()) : low;
-  return x != x ? x : high;
+  const F32x16 low = select(greater(splat(-87.33654f), x), splat(0.0f), result);
+  const F32x16 high = select(greater(x, splat(88.72283f)), splat(__builtin_inff()), low);
+  return select(equal(x, x), high, x);
 }
 
 }  // namespace SK_ISA
