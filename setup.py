@@ -1,8 +1,9 @@
 """Builds the libraries with CMake when the toolchain allows; installs pure Python when it does not.
 
-SPEC_KERNELS_BUILD=auto|cpu|cuda|none chooses (auto: what this machine can build; an explicit value that cannot be met
-is an error). SPEC_KERNELS_CUDA_ARCHS, e.g. "90a;120a", overrides the CUDA targets. torch is looked up but never
-imported: its headers and libraries are enough, so build isolation does no harm.
+SPEC_KERNELS_BUILD=auto|cpu|cuda|none chooses (auto: what this machine can build; an explicit value
+that cannot be met is an error). SPEC_KERNELS_CUDA_ARCHS, e.g. "90a;120a", overrides the CUDA
+targets. torch is looked up but never imported: its headers and libraries are enough, so build
+isolation does no harm.
 """
 
 import filecmp
@@ -49,7 +50,7 @@ def build_mode():
 
 
 def find_tool(*names):
-    """The first of ``names`` on PATH, else beside this interpreter (a virtual environment need not be activated)."""
+    """The first of ``names`` on PATH, else in this interpreter's scripts folder."""
     for path in (None, sysconfig.get_path("scripts")):
         for name in names:
             found = shutil.which(name, path=path)
@@ -87,13 +88,13 @@ def find_torch():
     if torch is None:
         stop(
             "torch is not installed where this build can see it; install torch>=2.10, then type: "
-            "pip install --no-build-isolation . (without kernels: SPEC_KERNELS_BUILD=none pip install .)"
+            "pip install --no-build-isolation . "
+            "(or, without kernels: SPEC_KERNELS_BUILD=none pip install .)"
         )
-    version = re.search(r"__version__ = '(\d+)\.(\d+)[^']*'", (torch / "version.py").read_text())
+    version = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
     if version and (int(version[1]), int(version[2])) < MIN_TORCH:
-        stop(
-            f"torch: expected >= {'.'.join(map(str, MIN_TORCH))}, got {version[1]}.{version[2]} at {torch}"
-        )
+        wanted = ".".join(map(str, MIN_TORCH))
+        stop(f"torch: expected >= {wanted}, got {version[1]}.{version[2]} at {torch}")
     return torch
 
 
@@ -116,7 +117,7 @@ def nvcc_knows(nvcc, arch):
 
 
 def cuda_archs(nvcc):
-    """Targets to compile for: the ones asked for, all of them, or those of CUDA_ARCHS that this nvcc knows."""
+    """Targets to compile for: all that are asked for, else those of CUDA_ARCHS that nvcc knows."""
     text = os.environ.get("SPEC_KERNELS_CUDA_ARCHS", "")
     named = [a for a in re.split(r"[;,\s]+", text) if a]
     if text and not named:
@@ -249,7 +250,7 @@ class BuildKernels(build_ext):
             configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         if plan.nvcc:
             configure.append(f"-DCMAKE_CUDA_COMPILER={plan.nvcc}")
-        # CMake keeps its first choice of compiler, generator and paths: another choice needs a fresh folder.
+        # CMake keeps its first compiler, generator and paths: another choice needs a fresh folder.
         key = "\n".join(
             [
                 *configure,
@@ -311,7 +312,7 @@ class Build(build):
 
 
 setup(
-    # Not in pyproject.toml, where the form that old setuptools read and the one that new ones want exclude each other.
+    # Not in pyproject.toml: the forms that old and new setuptools read there exclude each other.
     license="Apache-2.0",
     distclass=KernelDistribution,
     # Sources are CMake's; the entry makes setuptools run build_ext.

@@ -101,7 +101,7 @@ def _transports(host: str) -> dict[str, str]:
 
 
 def _op_backends(name: str) -> dict[str, object]:
-    """Which implementations of op ``name`` are there, and which one the dispatcher takes for each device's tensors."""
+    """Which implementations op ``name`` has, and which one each device's tensors are given."""
     reference = _library.REFERENCES.get(name)
     folder = reference.__module__.rpartition(".")[0] if reference else None
     row: dict[str, object] = {
