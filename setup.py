@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
@@ -95,25 +95,13 @@ def find_torch():
     if version and (int(version[1]), int(version[2])) < MIN_TORCH:
         wanted = ".".join(map(str, MIN_TORCH))
         stop(f"torch: expected >= {wanted}, got {version[1]}.{version[2]} at {torch}")
-    return torch
+    return torch.resolve()
 
 
 def nvcc_knows(nvcc, arch):
-    command = [
-        nvcc,
-        "--dryrun",
-        f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        "-x",
-        "cu",
-        "-c",
-        os.devnull,
-        "-o",
-        os.devnull,
-    ]
-    return (
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
-        == 0
-    )
+    target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    command = [nvcc, "--dryrun", target, *f"-x cu -c {os.devnull} -o {os.devnull}".split()]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def cuda_archs(nvcc):
@@ -121,12 +109,10 @@ def cuda_archs(nvcc):
     text = os.environ.get("SPEC_KERNELS_CUDA_ARCHS", "")
     named = [a for a in re.split(r"[;,\s]+", text) if a]
     if text and not named:
-        stop(f'SPEC_KERNELS_CUDA_ARCHS: expected architectures such as "90a;120a", got {text!r}')
+        stop(f'SPEC_KERNELS_CUDA_ARCHS: expected e.g. "90a;120a", got {text!r}')
     for arch in named:
         if not re.fullmatch(r"\d{2,3}[af]?", arch):
-            stop(
-                f'SPEC_KERNELS_CUDA_ARCHS: expected architectures such as "90a;120a", got {arch!r}'
-            )
+            stop(f'SPEC_KERNELS_CUDA_ARCHS: expected e.g. "90a;120a", got {arch!r}')
     if not nvcc:
         if named:
             stop(f"SPEC_KERNELS_CUDA_ARCHS={text} needs nvcc, not found")
@@ -141,6 +127,8 @@ def cuda_archs(nvcc):
 
 @dataclass(frozen=True)
 class Plan:
+    """``archs`` empty: no CUDA library, though there may be an nvcc."""
+
     torch: Path
     cmake: str
     nvcc: str | None
@@ -155,11 +143,12 @@ def make_plan(mode):
         return None
     missing = missing_tools()
     if missing:
-        if mode != "auto":
-            stop(f"SPEC_KERNELS_BUILD={mode} needs {' and '.join(missing)}, not found")
+        for name in ("SPEC_KERNELS_BUILD", "SPEC_KERNELS_CUDA_ARCHS"):
+            if os.environ.get(name) not in (None, "", "auto"):
+                stop(f"{name}={os.environ[name]} needs {' and '.join(missing)}, not found")
         say(f"{' and '.join(missing)} not found: {FALLBACK}")
         return None
-    nvcc = None if mode == "cpu" else find_nvcc()
+    nvcc = find_nvcc()
     if mode == "cuda" and not nvcc:
         stop("SPEC_KERNELS_BUILD=cuda needs nvcc, not found")
     torch = find_torch()
@@ -234,53 +223,62 @@ class BuildKernels(build_ext):
                 os.replace(half, target)
 
     def compile(self, plan):
+        """Configures and builds; returns the libraries."""
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        out = build / "out"
-        configure = [
-            plan.cmake,
-            str(ROOT),
-            f"-DSK_TORCH_DIR={plan.torch}",
-            f"-DSK_OUTPUT_DIR={out}",
-            f"-DSK_PYTHON_INCLUDE={sysconfig.get_path('include') if plan.host else ''}",
-            f"-DSK_PYTHON_SUFFIX={sysconfig.get_config_var('EXT_SUFFIX')}",
-            f"-DSK_CUDA_ARCHS={';'.join(f'{a}-real' for a in plan.archs)}",
-        ]
-        ninja = find_tool("ninja")
-        if ninja:
-            configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        if plan.nvcc:
-            configure.append(f"-DCMAKE_CUDA_COMPILER={plan.nvcc}")
-        # CMake keeps its first compiler, generator and paths: another choice needs a fresh folder.
-        key = "\n".join(
-            [
-                *configure,
-                *(os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")),
-            ]
-        )
-        record = build / "configuration"
-        if not record.exists() or record.read_text() != key:
-            shutil.rmtree(build, ignore_errors=True)
-            out.mkdir(parents=True)
-            record.write_text(key)
-        jobs = num_jobs()
-        start = time.monotonic()
+        jobs, start = num_jobs(), time.monotonic()
         say(f"building with {jobs} job{'s'[: jobs > 1]}")
-        for command in (configure, [plan.cmake, "--build", str(build), "-j", str(jobs)]):
-            done = subprocess.run(
-                command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            log = build / "log.txt"
-            log.write_text(done.stdout)
-            if done.returncode:
-                what = "configuring" if command is configure else "compiling"
-                stop(
-                    f"{what} failed; the first error:\n{first_error(done.stdout)}\nwhole log: {log}"
-                )
-        libraries = sorted(out.glob("*.so"))
+        log = self.configure(build, plan)
+        if log and plan.archs and build_mode() == "auto":
+            reason = first_error(log).splitlines()[0]
+            say(f"{plan.nvcc} does not work here ({reason}): CPU kernels only")
+            plan = replace(plan, archs=())
+            log = self.configure(build, plan)
+        what = "configuring"
+        if not log:
+            what = "compiling"
+            log = self.call(build, [plan.cmake, "--build", str(build), "-j", str(jobs)])
+        if log:
+            stop(f"{what} failed; the first error:\n{first_error(log)}\nwhole log: {build}/log.txt")
+        # A folder that also served a CUDA build still holds that library.
+        left_out = () if plan.archs else ("_C_cuda.so",)
+        libraries = [p for p in sorted((build / "out").glob("*.so")) if p.name not in left_out]
         archs = f" (sm_{', sm_'.join(plan.archs)})" if plan.archs else ""
         names = ", ".join(p.name + (archs if p.name == "_C_cuda.so" else "") for p in libraries)
         say(f"built {names} in {time.monotonic() - start:.0f} s")
         return libraries
+
+    def configure(self, build, plan):
+        """Runs CMake in ``build``; returns its output if it failed, else None."""
+        ninja = find_tool("ninja")
+        fixed = [
+            f"-S{ROOT}",
+            f"-B{build}",
+            f"-DSK_TORCH_DIR={plan.torch}",
+            f"-DSK_OUTPUT_DIR={build / 'out'}",
+            f"-DSK_PYTHON_INCLUDE={sysconfig.get_path('include') if plan.host else ''}",
+            f"-DSK_PYTHON_SUFFIX={sysconfig.get_config_var('EXT_SUFFIX')}",
+            *(["-GNinja"] if ninja else []),
+            *([f"-DCMAKE_CUDA_COMPILER={plan.nvcc}"] if plan.nvcc else []),
+        ]
+        # CMake keeps its first compiler, generator and paths: another choice needs a fresh folder.
+        flags = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")]
+        key = "\n".join([*fixed, str(find_compiler()), *flags])
+        record = build / "configuration"
+        if not record.exists() or record.read_text() != key:
+            shutil.rmtree(build, ignore_errors=True)
+            build.mkdir(parents=True)
+            record.write_text(key)
+        archs = ";".join(f"{a}-real" for a in plan.archs)
+        free = [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+        return self.call(build, [plan.cmake, *fixed, *free, f"-DSK_CUDA_ARCHS={archs}"])
+
+    def call(self, build, command):
+        """Runs ``command`` and logs its output; returns it if the command failed, else None."""
+        done = subprocess.run(
+            command, cwd=build, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        (build / "log.txt").write_text(done.stdout)
+        return (done.stdout or command[0]) if done.returncode else None
 
     def get_source_files(self):
         return []
@@ -311,11 +309,12 @@ class Build(build):
     sub_commands = [("build_py", None), ("build_ext", None)]
 
 
-setup(
-    # Not in pyproject.toml: the forms that old and new setuptools read there exclude each other.
-    license="Apache-2.0",
-    distclass=KernelDistribution,
-    # Sources are CMake's; the entry makes setuptools run build_ext.
-    ext_modules=[Extension("spec_kernels._C", sources=[])],
-    cmdclass={"build": Build, "build_ext": BuildKernels, "build_py": BuildPython},
-)
+if __name__ == "__main__":
+    setup(
+        # Not in pyproject.toml, where the forms for old and new setuptools exclude each other.
+        license="Apache-2.0",
+        distclass=KernelDistribution,
+        # Sources are CMake's; the entry makes setuptools run build_ext.
+        ext_modules=[Extension("spec_kernels._C", sources=[])],
+        cmdclass={"build": Build, "build_ext": BuildKernels, "build_py": BuildPython},
+    )
