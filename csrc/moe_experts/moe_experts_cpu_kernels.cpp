@@ -58,77 +58,128 @@ struct Bf16Dot {
 };
 #endif
 
+// A long depth is walked in steps for all rows and outs of a block, so that the step's rows and
+// weights stay in the caches close by; the accumulators wait here in between, unreduced, and the
+// bits are those of one walk.
+constexpr int64_t kDepthStep = 1024;
+constexpr int64_t kCarriedRows = 48;
+typedef F32x16 Carry[kCarriedRows][kMoeBlock];
+
+struct DepthStep {
+  int64_t begin, end;
+  bool first, last;
+};
+
 template <class Dot, int kRows, int kOuts>
 void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_stride,
-          int64_t depth, float* y, int64_t y_stride) {
+          const DepthStep& depth, Carry carry, int64_t row, int64_t out, float* y,
+          int64_t y_stride) {
   F32x16 acc[kRows][kOuts] = {};
-  const auto step = [&](auto&& read, int64_t k) __attribute__((always_inline)) {
+  if (!depth.first) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOuts; ++o) acc[r][o] = carry[row + r][out + o];
+    }
+  }
+  const auto add = [&](auto&& read, int64_t k) __attribute__((always_inline)) {
     typename Dot::Vector weights[kOuts];
 #pragma GCC unroll 8
     for (int o = 0; o < kOuts; ++o) weights[o] = read(w + o * w_stride + k);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Vector row = read(x[r] + k);
+      const typename Dot::Vector v = read(x[r] + k);
 #pragma GCC unroll 8
-      for (int o = 0; o < kOuts; ++o) Dot::accumulate(acc[r][o], row, weights[o]);
+      for (int o = 0; o < kOuts; ++o) Dot::accumulate(acc[r][o], v, weights[o]);
     }
   };
-  int64_t k = 0;
-  for (; k + Dot::kStep <= depth; k += Dot::kStep) {
-    step([](const auto* p) __attribute__((always_inline)) { return Dot::read(p); }, k);
+  int64_t k = depth.begin;
+  for (; k + Dot::kStep <= depth.end; k += Dot::kStep) {
+    add([](const auto* p) __attribute__((always_inline)) { return Dot::read(p); }, k);
   }
-  if (k < depth) {
-    step([&](const auto* p)
-             __attribute__((always_inline)) { return Dot::read_partial(p, depth - k); },
-         k);
+  if (k < depth.end) {
+    const int64_t left = depth.end - k;
+    add([=](const auto* p) __attribute__((always_inline)) { return Dot::read_partial(p, left); },
+        k);
   }
+  if (!depth.last) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOuts; ++o) carry[row + r][out + o] = acc[r][o];
+    }
+    return;
+  }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    float* to = y + r * y_stride;
+    float* to = y + (row + r) * y_stride + out;
     if constexpr (kOuts % 4 == 0) {
+#pragma GCC unroll 8
       for (int o = 0; o < kOuts; o += 4) {
         const F32x4 sums = reduce_add(acc[r][o], acc[r][o + 1], acc[r][o + 2], acc[r][o + 3]);
         std::memcpy(to + o, &sums, sizeof(sums));
       }
     } else {
+#pragma GCC unroll 8
       for (int o = 0; o < kOuts; ++o) to[o] = reduce_add(acc[r][o]);
     }
   }
 }
 
-template <class Dot, int kRows, int kOuts>
-void tiles_over_outs(const MoeProduct& p, const typename Dot::X* const* x, float* y) {
-  const auto* w = static_cast<const typename Dot::W*>(p.w);
-  int64_t o = 0;
-  for (; o + kOuts <= p.num_outs; o += kOuts) {
-    tile<Dot, kRows, kOuts>(x, w + o * p.w_stride, p.w_stride, p.depth, y + o, p.y_stride);
-  }
-  for (; o < p.num_outs; ++o)
-    tile<Dot, kRows, 1>(x, w + o * p.w_stride, p.w_stride, p.depth, y + o, p.y_stride);
-}
-
 template <class Dot, int kRows>
-int64_t tiles_over_rows(const MoeProduct& p, int64_t r) {
+int64_t tiles(const MoeProduct& p, const DepthStep& depth, Carry carry, int64_t r) {
+  constexpr int kOuts = kRows == 1 ? kSingleRowOuts : kTileOuts;
+  const auto* w = static_cast<const typename Dot::W*>(p.w);
   for (; r + kRows <= p.num_rows; r += kRows) {
     const typename Dot::X* x[kRows];
     for (int i = 0; i < kRows; ++i) {
       x[i] = static_cast<const typename Dot::X*>(p.x) +
              (p.x_index ? p.x_index[r + i] : r + i) * p.x_stride;
     }
-    tiles_over_outs<Dot, kRows, kRows == 1 ? kSingleRowOuts : kTileOuts>(p, x,
-                                                                         p.y + r * p.y_stride);
+    int64_t o = 0;
+    for (; o + kOuts <= p.num_outs; o += kOuts) {
+      tile<Dot, kRows, kOuts>(x, w + o * p.w_stride, p.w_stride, depth, carry, r, o, p.y,
+                              p.y_stride);
+    }
+    for (; o < p.num_outs; ++o) {
+      tile<Dot, kRows, 1>(x, w + o * p.w_stride, p.w_stride, depth, carry, r, o, p.y, p.y_stride);
+    }
   }
   return r;
 }
 
 template <class Dot>
-void product(const MoeProduct& p) {
+void product_step(const MoeProduct& p, const DepthStep& depth, Carry carry) {
   int64_t r = 0;
   if constexpr (kTileRows > 1) {
-    r = tiles_over_rows<Dot, kTileRows>(p, r);
-    r = tiles_over_rows<Dot, 4>(p, r);
-    r = tiles_over_rows<Dot, 2>(p, r);
+    r = tiles<Dot, kTileRows>(p, depth, carry, r);
+    r = tiles<Dot, 4>(p, depth, carry, r);
+    r = tiles<Dot, 2>(p, depth, carry, r);
   }
-  tiles_over_rows<Dot, 1>(p, r);
+  tiles<Dot, 1>(p, depth, carry, r);
+}
+
+template <class Dot>
+void product(const MoeProduct& whole) {
+  for (int64_t r = 0; r < whole.num_rows; r += kCarriedRows) {
+    MoeProduct p = whole;
+    p.num_rows = whole.num_rows - r < kCarriedRows ? whole.num_rows - r : kCarriedRows;
+    if (p.x_index) {
+      p.x_index += r;
+    } else {
+      p.x = static_cast<const typename Dot::X*>(p.x) + r * p.x_stride;
+    }
+    p.y += r * p.y_stride;
+    if (p.num_rows <= kTileRows || p.depth <= kDepthStep) {
+      product_step<Dot>(p, DepthStep{0, p.depth, true, true}, nullptr);
+      continue;
+    }
+    Carry carry;
+    for (int64_t k = 0; k < p.depth; k += kDepthStep) {
+      const int64_t end = p.depth - k < kDepthStep ? p.depth : k + kDepthStep;
+      product_step<Dot>(p, DepthStep{k, end, k == 0, end == p.depth}, carry);
+    }
+  }
 }
 
 #if SK_BF16_FORMS
@@ -158,14 +209,43 @@ struct alignas(64) TileConfig {
 #define SK_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define SK_TILE_DOT(acc, w, x) asm volatile("tdpbf16ps %%tmm" #x ", %%tmm" #w ", %%tmm" #acc ::)
 
+// Transposes 16 x 16 elements of 4 bytes: pairs within 128 bits, then pairs of pairs, then the
+// 128-bit lanes twice.
+void transpose16(__m512i (&m)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    m[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    m[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    m[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    m[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(m[i], m[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(m[i], m[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(m[i + 8], m[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(m[i + 8], m[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    m[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    m[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    m[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    m[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
 // One tile of results, transposed into rows of y.
 template <class StoreTile>
-void write_tile(StoreTile&& store_tile, int64_t outs, int64_t rows, float* y, int64_t y_stride) {
-  alignas(64) float buffer[16 * 16];
-  store_tile(buffer);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t o = 0; o < outs; ++o) y[r * y_stride + o] = buffer[o * 16 + r];
-  }
+SK_INLINE void write_tile(StoreTile&& store_tile, int64_t outs, int64_t rows, float* y,
+                          int64_t y_stride) {
+  alignas(64) __m512i m[16];
+  store_tile(m);
+  transpose16(m);
+  const auto mask = static_cast<__mmask16>((1u << outs) - 1);
+  for (int64_t r = 0; r < rows; ++r) _mm512_mask_storeu_epi32(y + r * y_stride, mask, m[r]);
 }
 
 template <bool kTwoW, bool kTwoX>
@@ -233,14 +313,14 @@ void amx_block(const MoeProduct& p, const bf16* x, int64_t first_row) {
   }
 
   float* y = p.y + first_row * p.y_stride;
-  write_tile([](float* b) { SK_TILE_STORE(0, b, 64); }, outs0, rows0, y, p.y_stride);
+  write_tile([](void* b) { SK_TILE_STORE(0, b, 64); }, outs0, rows0, y, p.y_stride);
   if constexpr (kTwoW)
-    write_tile([](float* b) { SK_TILE_STORE(2, b, 64); }, outs1, rows0, y + 16, p.y_stride);
+    write_tile([](void* b) { SK_TILE_STORE(2, b, 64); }, outs1, rows0, y + 16, p.y_stride);
   if constexpr (kTwoX) {
     y += 16 * p.y_stride;
-    write_tile([](float* b) { SK_TILE_STORE(1, b, 64); }, outs0, rows1, y, p.y_stride);
+    write_tile([](void* b) { SK_TILE_STORE(1, b, 64); }, outs0, rows1, y, p.y_stride);
     if constexpr (kTwoW)
-      write_tile([](float* b) { SK_TILE_STORE(3, b, 64); }, outs1, rows1, y + 16, p.y_stride);
+      write_tile([](void* b) { SK_TILE_STORE(3, b, 64); }, outs1, rows1, y + 16, p.y_stride);
   }
 }
 
@@ -297,19 +377,29 @@ void moe_release_tiles() {
 
 void moe_pack(const uint16_t* x, int64_t x_stride, const int64_t* x_index, int64_t num_rows,
               int64_t depth, uint16_t* packed) {
+#if SK_BF16_FORMS
   const int64_t padded = moe_packed_depth(depth);
   for (int64_t first = 0; first < num_rows; first += kMoePackRows) {
     const int64_t rows = num_rows - first < kMoePackRows ? num_rows - first : kMoePackRows;
+    const auto columns = static_cast<__mmask16>((1u << rows) - 1);
     uint16_t* group = packed + first * padded;
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint16_t* row = x + (x_index ? x_index[first + r] : first + r) * x_stride;
-      for (int64_t k = 0; k < padded; k += 2) {
-        const uint16_t pair[2] = {k < depth ? row[k] : uint16_t{0},
-                                  k + 1 < depth ? row[k + 1] : uint16_t{0}};
-        std::memcpy(group + k * rows + 2 * r, pair, sizeof(pair));
+    for (int64_t k = 0; k < padded; k += kMoePackDepth) {
+      const int64_t left = depth - k < kMoePackDepth ? depth - k : kMoePackDepth;
+      const auto elements = static_cast<__mmask32>((uint64_t{1} << left) - 1);
+      __m512i m[16] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t row = x_index ? x_index[first + r] : first + r;
+        m[r] = _mm512_maskz_loadu_epi16(elements, x + row * x_stride + k);
+      }
+      transpose16(m);
+      for (int pair = 0; pair < 16; ++pair) {
+        _mm512_mask_storeu_epi32(group + k * rows + 2 * pair * rows, columns, m[pair]);
       }
     }
   }
+#else
+  __builtin_trap();  // packed rows are for kAmx alone
+#endif
 }
 
 void moe_widen(const uint16_t* x, int64_t n, float* y) {
