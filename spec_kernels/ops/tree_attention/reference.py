@@ -48,13 +48,17 @@ def check_values(op, num_pages, page, block_tables, context_lens, bits, window) 
         fail(op, f"context_lens[{b}]", ">= 0", int(context_lens[b]))
     capacity = block_tables.shape[1] * page
     tree_bits = bits.any(1)
-    lengths = torch.zeros_like(context_lens, dtype=torch.int64)
+    places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
+    num_slots = torch.zeros_like(context_lens, dtype=torch.int64)
     if bits.shape[-1]:
-        places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
-        lengths = context_lens.long() * tree_bits.any(-1) + (tree_bits * places).amax(-1)
-    if bool((lengths > capacity).any()):
-        b = int((lengths > capacity).nonzero()[0])
-        fail(op, f"block_tables[{b}]", f"room for {int(lengths[b])} positions", capacity)
+        num_slots = (tree_bits * places).amax(-1)
+    occupied = num_slots > 0
+    too_long = occupied & (context_lens.long() > capacity - num_slots)
+    if bool(too_long.any()):
+        b = int(too_long.nonzero()[0])
+        room = f"room for {int(context_lens[b])} + {int(num_slots[b])} positions"
+        fail(op, f"block_tables[{b}]", room, capacity)
+    lengths = torch.where(occupied, context_lens.long() + num_slots, 0)
     num_keys = int(lengths.max()) if lengths.numel() else 0
     num_blocks = -(-num_keys // page)
     visible = _visibility(bits, context_lens, num_blocks * page, window).any(1)
