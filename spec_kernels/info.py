@@ -16,6 +16,7 @@ import torch
 
 import spec_kernels
 from spec_kernels import _library
+from spec_kernels.comm.communicator import shared_memory_reason
 
 # CPU flags that a kernel may be chosen by.
 CPU_FLAGS = (
@@ -83,20 +84,15 @@ def _host_state() -> str:
     return "loaded"
 
 
-def _transports(host: str) -> dict[str, str]:
-    """How ranks on one machine, and ranks with a GPU each, would meet."""
-    missing = [] if host == "loaded" else [f"_host: {host}"]
-    if not _library.has_kernel("pcie_allreduce", "cpu"):
-        missing.append(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
-    distributed = torch.distributed.is_available()
-    return {
-        "shared memory": "; ".join(missing) or "available",
-        "gloo": "available"
-        if distributed and torch.distributed.is_gloo_available()
-        else "absent from this torch",
-        "nccl": "available"
-        if distributed and torch.distributed.is_nccl_available()
-        else "absent from this torch",
+def _transports() -> dict[str, str]:
+    """How ranks can meet here: shared memory on one machine, else what torch brings."""
+    distributed = torch.distributed
+    in_torch = {
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+        "nccl": distributed.is_available() and distributed.is_nccl_available(),
+    }
+    return {"shared memory": shared_memory_reason() or "available"} | {
+        name: "available" if there else "absent from this torch" for name, there in in_torch.items()
     }
 
 
@@ -135,7 +131,7 @@ def collect() -> dict[str, object]:
         | {"_host": host},
         "cpu": _cpu(),
         "cuda": _cuda(),
-        "transports": _transports(host),
+        "transports": _transports(),
         "ops": {name: _op_backends(name) for name in _library.SCHEMAS},
     }
 
