@@ -69,6 +69,21 @@ SK_BY_PIECES(greater_equal, I32x16, I32Native, x >= y)
 SK_BY_PIECES(equal, I32x16, I32Native, x == y)
 #undef SK_BY_PIECES
 
+// Bit i is lane i of a mask.
+SK_INLINE uint32_t lane_bits(I32x16 mask) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  __m256 half[2];
+  std::memcpy(half, &mask, sizeof(mask));
+  return static_cast<uint32_t>(_mm256_movemask_ps(half[0]) | _mm256_movemask_ps(half[1]) << 8);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(mask[i] & 1) << i;
+  return bits;
+#endif
+}
+
 // a where the mask is true, else b.
 SK_INLINE F32x16 select(I32x16 mask, F32x16 a, F32x16 b) {
 #if defined(__AVX512F__)

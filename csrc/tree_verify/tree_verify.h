@@ -103,6 +103,9 @@ SK_HOST_DEVICE inline ChildSearch find_child(int64_t node, int64_t token, int64_
 // greatest value.
 
 constexpr int64_t kBlock = 128;
+// Bins by the logarithm of the relative probability, 0 down to -30: a first sieve for top-p.
+constexpr int kBinsPerNat = 8;
+constexpr int kNumBins = 30 * kBinsPerNat + 1;
 
 struct Row {
   const void* logits;
@@ -139,6 +142,11 @@ SK_DECLARE_KERNEL(void row_values(const Row& row, int64_t first_block, int64_t l
                                   float* values, float* block_max))
 SK_DECLARE_KERNEL(void block_weights(const Weights& w, int64_t first_block, int64_t last_block,
                                      uint64_t* sums))
+// Adds the weight of every value to its bin (no cut, no min_p).
+SK_DECLARE_KERNEL(void weight_histogram(const Weights& w, int64_t first_block, int64_t last_block,
+                                        uint64_t* mass))
+// Appends the block's values of one bin; at most kBlock.
+SK_DECLARE_KERNEL(int64_t gather_bin(const Weights& w, int64_t block, int32_t bin, Candidate* out))
 SK_DECLARE_KERNEL(int64_t find_in_block(const Weights& w, int64_t block, uint64_t below))
 SK_DECLARE_KERNEL(void candidate_weights(const Weights& w, Candidate* candidates,
                                          int64_t num_candidates))

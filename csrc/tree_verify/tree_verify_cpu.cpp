@@ -19,6 +19,8 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 // A row is cut into chunks of fixed size for threads; a multiple of kBlock.
 constexpr int64_t kChunk = 32768;
 constexpr int64_t kBlocksPerChunk = kChunk / kBlock;
+// Most nuclei are smaller than this, and cheap to find among the best values.
+constexpr int64_t kSmallNucleus = 128;
 
 // Element (b, i) of a strided index tensor.
 struct IntMatrix {
@@ -51,7 +53,7 @@ struct Parameters {
 // time.
 struct Scratch {
   std::vector<float> values, block_max, sorted_max;
-  std::vector<uint64_t> sums;
+  std::vector<uint64_t> sums, histograms;
   std::vector<Candidate> candidates;
 };
 
@@ -91,7 +93,13 @@ class Sampler {
     w_.inverse_temperature = std::min(std::max(1.0f / p.temperature, FLT_MIN), FLT_MAX);
     const bool top_k = p.top_k > 0 && p.top_k < row_.vocab;
     if (top_k) cut_top_k(p.top_k);
-    if (p.top_p < 1.0f) cut_top_p(p.top_p, top_k);
+    if (p.top_p < 1.0f) {
+      if (top_k) {
+        cut_top_p_of_candidates(p.top_p);
+      } else {
+        cut_top_p(p.top_p);
+      }
+    }
     w_.min_p = p.min_p;
     const uint64_t total = sum_weights();
     uint64_t below = coin_times(coin_bits(p.seed, position, kSample), total);
@@ -161,35 +169,70 @@ class Sampler {
   }
 
   uint64_t weigh_candidates() {
-    SK_KERNEL(candidate_weights)(w_, s_.candidates.data(),
-                                 static_cast<int64_t>(s_.candidates.size()));
+    SK_KERNEL(candidate_weights)
+    (w_, s_.candidates.data(), static_cast<int64_t>(s_.candidates.size()));
     uint64_t total = 0;
     for (const Candidate& c : s_.candidates) total += c.weight;
     return total;
   }
 
-  // Cuts after the first candidate, best first, with which the mass reaches top_p of what top-k
-  // left.
-  void cut_top_p(float top_p, bool have_candidates) {
-    const uint64_t total = have_candidates ? weigh_candidates() : sum_weights();
-    const double share = std::ceil(static_cast<double>(top_p) * static_cast<double>(total));
-    const uint64_t enough = std::max<uint64_t>(1, static_cast<uint64_t>(share));
-    if (!have_candidates) {
-      // Most nuclei are small: look among few first. Rounding may leave `enough` above the total;
-      // then all are kept.
-      constexpr int64_t kFirst = 64, kGrowth = 8;
-      for (int64_t count = kFirst; gather(count) && weigh_candidates() < enough;) count *= kGrowth;
-      weigh_candidates();
+  // The mass that a nucleus must reach. Rounding may put it above the total: then all are kept.
+  static uint64_t share(float top_p, uint64_t total) {
+    const double mass = std::ceil(static_cast<double>(top_p) * static_cast<double>(total));
+    return std::max<uint64_t>(1, static_cast<uint64_t>(mass));
+  }
+
+  // top-p among the candidates that top-k left.
+  void cut_top_p_of_candidates(float top_p) {
+    const uint64_t total = weigh_candidates();
+    cut_where_reached(0, share(top_p, total));
+  }
+
+  // top-p among all values.
+  void cut_top_p(float top_p) {
+    const uint64_t enough = share(top_p, sum_weights());
+    gather(kSmallNucleus);
+    if (weigh_candidates() >= enough) {
+      cut_where_reached(0, enough);
+      return;
     }
-    std::vector<Candidate>& c = s_.candidates;
-    size_t low = 0;
-    size_t high = c.size();
+    // A histogram names the bin in which the mass is reached; only that bin is put in order.
+    const int64_t num_chunks = (num_blocks_ + kBlocksPerChunk - 1) / kBlocksPerChunk;
+    s_.histograms.assign(static_cast<size_t>(num_chunks * kNumBins), 0);
+    const auto histogram = SK_KERNEL(weight_histogram);
+    for_chunks(num_blocks_, kBlocksPerChunk, [&](int64_t c, int64_t begin, int64_t end) {
+      histogram(w_, begin, end, s_.histograms.data() + c * kNumBins);
+    });
+    uint64_t* mass = s_.histograms.data();
+    for (int64_t i = kNumBins; i < num_chunks * kNumBins; ++i) mass[i % kNumBins] += mass[i];
+    int32_t bin = 0;
     uint64_t before = 0;
+    for (; before + mass[bin] < enough; ++bin) {
+      if (bin + 1 == kNumBins) return;  // rounding put `enough` above the total: all are kept
+      before += mass[bin];
+    }
+    const auto gather = SK_KERNEL(gather_bin);
+    size_t found = 0;
+    for (int64_t block = 0; block < num_blocks_; ++block) {
+      if (s_.candidates.size() < found + kBlock) s_.candidates.resize(2 * (found + kBlock));
+      found += static_cast<size_t>(gather(w_, block, bin, s_.candidates.data() + found));
+    }
+    s_.candidates.resize(found);
+    weigh_candidates();
+    cut_where_reached(before, enough);
+  }
+
+  // Cuts after the first candidate, best first, at which the mass, `before` included, reaches
+  // `enough`.
+  void cut_where_reached(uint64_t before, uint64_t enough) {
+    std::vector<Candidate>& c = s_.candidates;
+    auto low = c.begin();
+    auto high = c.end();
     while (high - low > 32) {
-      const size_t middle = low + (high - low) / 2;
-      std::nth_element(c.begin() + low, c.begin() + middle, c.begin() + high, better);
+      const auto middle = low + (high - low) / 2;
+      std::nth_element(low, middle, high, better);
       uint64_t mass = before;
-      for (size_t i = low; i < middle; ++i) mass += c[i].weight;
+      for (auto it = low; it != middle; ++it) mass += it->weight;
       if (mass >= enough) {
         high = middle;
       } else {
@@ -197,10 +240,9 @@ class Sampler {
         low = middle;
       }
     }
-    std::sort(c.begin() + low, c.begin() + high, better);
-    // Kept iff the mass before it is short of `enough`; c[low] always is.
-    while (low + 1 < high && before + c[low].weight < enough) before += c[low++].weight;
-    w_.cut = {c[low].value, c[low].id};
+    std::sort(low, high, better);
+    for (; low + 1 < high && before + low->weight < enough; ++low) before += low->weight;
+    w_.cut = {low->value, low->id};
   }
 
   const Row& row_;

@@ -21,18 +21,27 @@ SK_INLINE F32x16 raw_values(const Row& row, int64_t i) {
     if (row.allowed) {
       const I32x16 bit =
           ((I32x16{} + static_cast<int32_t>(row.allowed[i / 32] >> (i % 32))) >> lanes()) & 1;
-      v = bit != 0 ? v : splat(-kInfinity);
+      v = select(-bit, v, splat(-kInfinity));
     }
   }
-  if constexpr (!kWhole) v = lanes() < static_cast<int32_t>(rest) ? v : splat(-kInfinity);
+  if constexpr (!kWhole) {
+    v = select((lanes() - static_cast<int32_t>(rest)) >> 31, v, splat(-kInfinity));
+  }
   return v;
 }
 
-// e^x for x <= 0 to about 2 ulp, without a fused multiply-add: the same bits as exp_weights in
-// reference.py. Below -30 it stays at e^-30, which rounds to no weight.
+// The logarithm of the relative probability, from 0 down to -30, where the weight has become 0. It
+// never rises as the value falls, since each rounding keeps order.
+SK_INLINE F32x16 log_weight(const Weights& w, F32x16 v) {
+  // inf - inf counts as 0: +inf entries share the weight.
+  const F32x16 difference = select(equal(v, splat(w.greatest)), splat(0.0f), v - w.greatest);
+  return max(difference * w.inverse_temperature, splat(-30.0f));
+}
+
+// e^x for -30 <= x <= 0 to about 2 ulp, without a fused multiply-add: the bits of exp_weights in
+// reference.py.
 SK_INLINE F32x16 exp_weight(F32x16 x) {
   const F32x16 kMagic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  x = x > splat(-30.0f) ? x : splat(-30.0f);
   const F32x16 n = (x * 1.44269504f + kMagic) - kMagic;
   F32x16 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -44,12 +53,6 @@ SK_INLINE F32x16 exp_weight(F32x16 x) {
   p = p * r + 5.0000001201e-1f;
   p = (p * (r * r) + r) + 1.0f;
   return p * (F32x16)((__builtin_convertvector(n, I32x16) + 127) << 23);
-}
-
-SK_INLINE F32x16 weight(const Weights& w, F32x16 v) {
-  // inf - inf counts as 0: +inf entries share the weight.
-  const F32x16 difference = v == splat(w.greatest) ? splat(0.0f) : v - w.greatest;
-  return exp_weight(difference * w.inverse_temperature);
 }
 
 // weight * 2^40 truncated, as high * 2^16 + low.
@@ -65,12 +68,20 @@ SK_INLINE Fixed to_fixed(F32x16 weight) {
   return {(U32x16)high, (U32x16)low};
 }
 
+SK_INLINE uint64_t fixed_lane(const Fixed& q, int lane) {
+  return (uint64_t{q.high[lane]} << 16) + q.low[lane];
+}
+
+SK_INLINE I32x16 log_bin(F32x16 x) {
+  return __builtin_convertvector(x * -static_cast<float>(kBinsPerNat), I32x16);
+}
+
 SK_INLINE Fixed kept_weight(const Weights& w, int64_t i) {
   const F32x16 v = load(w.values + i);
-  const F32x16 x = weight(w, v);
-  const I32x16 tie = (v == splat(w.cut.value)) &
-                     (lanes() + static_cast<int32_t>(i) <= static_cast<int32_t>(w.cut.id));
-  const I32x16 kept = ((v > splat(w.cut.value)) | tie) & (x >= splat(w.min_p));
+  const F32x16 x = exp_weight(log_weight(w, v));
+  const I32x16 after_cut = (static_cast<int32_t>(w.cut.id - i) - lanes()) >> 31;
+  const I32x16 tie = equal(v, splat(w.cut.value)) & ~after_cut;
+  const I32x16 kept = (greater(v, splat(w.cut.value)) | tie) & greater_equal(x, splat(w.min_p));
   return to_fixed((F32x16)((I32x16)x & kept));
 }
 
@@ -82,7 +93,8 @@ SK_INLINE uint32_t sum(U32x16 v) {
   return total;
 }
 
-// Vectors [begin, end) of the row, `end` excluding a vector that reaches past it.
+// The greatest values of whole vectors in [begin, end). `max` passes over a NaN in its first
+// argument.
 template <class T, bool kEdited>
 SK_INLINE F32x16 greatest(const Row& row, int64_t begin, int64_t end) {
   F32x16 best[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
@@ -90,12 +102,12 @@ SK_INLINE F32x16 greatest(const Row& row, int64_t begin, int64_t end) {
   for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
     for (int j = 0; j < 4; ++j) {
       const F32x16 v = raw_values<T, kEdited, true>(row, i + j * kLanes);
-      best[j] = v > best[j] ? v : best[j];
+      best[j] = max(v, best[j]);
     }
   }
   for (; i < end; i += kLanes) {
     const F32x16 v = raw_values<T, kEdited, true>(row, i);
-    best[0] = v > best[0] ? v : best[0];
+    best[0] = max(v, best[0]);
   }
   return max(max(best[0], best[1]), max(best[2], best[3]));
 }
@@ -110,8 +122,7 @@ Best argmax(const Row& row, int64_t begin, int64_t end) {
     const int64_t whole = i + (stop - i) / kLanes * kLanes;
     F32x16 v = greatest<T, kEdited>(row, i, whole);
     if (whole < stop) {
-      const F32x16 tail = raw_values<T, kEdited, false>(row, whole);
-      v = tail > v ? tail : v;
+      v = max(raw_values<T, kEdited, false>(row, whole), v);
     }
     const float found = reduce_max(v);
     if (found > best.value) {  // strictly: of equal values the first stays
@@ -145,9 +156,9 @@ void values(const Row& row, int64_t first_block, int64_t last_block, float* out,
       } else if (rest > 0) {
         v = raw_values<T, kEdited, false>(row, i);
       }
-      v = v == v ? v : kLowest;
+      v = select(equal(v, v), v, kLowest);
       store(out + i, v);
-      best = v > best ? v : best;
+      best = max(v, best);
     }
     block_max[block] = reduce_max(best);
   }
@@ -188,12 +199,45 @@ void block_weights(const Weights& w, int64_t first_block, int64_t last_block, ui
   }
 }
 
+void weight_histogram(const Weights& w, int64_t first_block, int64_t last_block, uint64_t* mass) {
+  // Neighbouring lanes often share a bin: separate counters keep one addition from waiting for the
+  // last.
+  constexpr int kCopies = 4;
+  uint64_t copies[kCopies][kNumBins] = {};
+  for (int64_t i = first_block * kBlock; i < last_block * kBlock; i += kLanes) {
+    const F32x16 x = log_weight(w, load(w.values + i));
+    const Fixed q = to_fixed(exp_weight(x));
+    const I32x16 bins = log_bin(x);
+    int32_t bin[kLanes];
+    uint64_t weight[kLanes];
+    std::memcpy(bin, &bins, sizeof(bin));
+    for (int j = 0; j < kLanes; ++j) weight[j] = fixed_lane(q, j);
+    for (int j = 0; j < kLanes; ++j) copies[j % kCopies][bin[j]] += weight[j];
+  }
+  for (const auto& copy : copies) {
+    for (int i = 0; i < kNumBins; ++i) mass[i] += copy[i];
+  }
+}
+
+int64_t gather_bin(const Weights& w, int64_t block, int32_t bin, Candidate* out) {
+  if (log_bin(log_weight(w, splat(w.block_max[block])))[0] > bin) return 0;
+  int64_t found = 0;
+  for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
+    const I32x16 off = log_bin(log_weight(w, load(w.values + i))) - bin;
+    for (uint32_t own = lane_bits(~((off | -off) >> 31)); own != 0; own &= own - 1) {
+      const int64_t id = i + __builtin_ctz(own);
+      out[found++] = {0, w.values[id], static_cast<int32_t>(id)};
+    }
+  }
+  return found;
+}
+
 int64_t find_in_block(const Weights& w, int64_t block, uint64_t below) {
   uint64_t cumulative = 0;
   for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
     const Fixed q = kept_weight(w, i);
     for (int j = 0; j < kLanes; ++j) {
-      cumulative += (uint64_t{q.high[j]} << 16) + q.low[j];
+      cumulative += fixed_lane(q, j);
       if (cumulative > below) return i + j;
     }
   }
@@ -205,9 +249,8 @@ void candidate_weights(const Weights& w, Candidate* candidates, int64_t num_cand
     const int64_t n = num_candidates - i < kLanes ? num_candidates - i : kLanes;
     float v[kLanes] = {};
     for (int64_t j = 0; j < n; ++j) v[j] = candidates[i + j].value;
-    const Fixed q = to_fixed(weight(w, load(v)));
-    for (int64_t j = 0; j < n; ++j)
-      candidates[i + j].weight = (uint64_t{q.high[j]} << 16) + q.low[j];
+    const Fixed q = to_fixed(exp_weight(log_weight(w, load(v))));
+    for (int64_t j = 0; j < n; ++j) candidates[i + j].weight = fixed_lane(q, j);
   }
 }
 
