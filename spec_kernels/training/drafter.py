@@ -150,7 +150,9 @@ def train(
         target.compile_layers()
         drafter.midlayer.compile(dynamic=False)
     target.eval()
-    texts = validation_texts(target, out) if validation is None else validation
+    texts = validation
+    if texts is None and workers.rank == 0:
+        texts = validation_texts(target, out)
 
     def step_of(windows: Tensor) -> loop.Step:
         inputs = windows[:, :-1]

@@ -54,13 +54,18 @@ def load_drafter(directory: Path, compute_dtype: torch.dtype = torch.bfloat16) -
 def _write_model(directory: Path, config: dict, state: dict[str, torch.Tensor]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    safetensors.torch.save_file(state, directory / "model.safetensors", {"format": "pt"})
+    weights = directory / "model.safetensors"
+    safetensors.torch.save_file(state, weights, {"format": "pt"})
+    # The library writes a file that only its owner may read, and packages keep modes.
+    weights.chmod(0o644)
 
 
-def publish_target(out: Path, assets: Path, config: TargetConfig = BUNDLED) -> None:
-    """target.pt -> assets/target, rounded to bfloat16."""
+def publish_target(
+    out: Path, assets: Path, checkpoint: str = "settle.pt", config: TargetConfig = BUNDLED
+) -> None:
+    """A checkpoint of the target -> assets/target, rounded to bfloat16."""
     model = target_model.Target(config)
-    model.load_state_dict(torch.load(out / "target.pt", weights_only=True)["model"])
+    model.load_state_dict(torch.load(out / checkpoint, weights_only=True)["model"])
     values = config.to_dict() | {"bos_token_id": None, "pad_token_id": None}
     _write_model(assets / "target", values, target_model.published_state(model))
     shutil.copyfile(out / "tokenizer.json", assets / "target" / "tokenizer.json")
@@ -153,7 +158,16 @@ def _figures(reports: list[dict]) -> str:
     return _table([*head, f"distinct {evaluate.NGRAM}-grams"], rows)
 
 
-def write_card(out: Path, assets: Path, measured: dict, command: str) -> None:
+def _commands(settings: dict) -> str:
+    """What makes the files again: settings.json holds each stage's own options."""
+    lines = ["spec-kernels train --stage corpus"]
+    for stage, values in settings.items():
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
+        lines.append(" ".join([f"spec-kernels train --stage {stage}", *options]))
+    return "\n".join([*lines, "spec-kernels train --stage export"])
+
+
+def write_card(out: Path, assets: Path, measured: dict) -> None:
     """assets/README.md, from the run's own records."""
     corpus = json.loads((out / "corpus.json").read_text())
     settings = json.loads((out / "settings.json").read_text())
@@ -161,10 +175,6 @@ def write_card(out: Path, assets: Path, measured: dict, command: str) -> None:
     target = TargetConfig.from_json(assets / "target")
     drafter = DrafterConfig.from_json(assets / "drafter")
     layers = drafter.captured_layers(target.num_hidden_layers)
-    used = "\n".join(
-        f"- {stage}: " + ", ".join(f"{key} {value}" for key, value in values.items())
-        for stage, values in settings.items()
-    )
     versions = (
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}"
@@ -205,12 +215,11 @@ of every n-th held-out top-level definition, {len(prompts)} in all.
 
 {_runs(out)}
 
-{used}
-
-Versions: {versions}. Made again by:
+Versions: {versions}. Made again by (minutes are of wall time: a faster or idler machine sees more
+tokens; `--steps` fixes their number instead):
 
 ```
-{command}
+{_commands(settings)}
 ```
 
 ## Figures
@@ -227,12 +236,12 @@ a cycle, the bonus token included.
     (assets / "README.md").write_text(card)
 
 
-def export(out: Path, assets: Path, command: str) -> dict:
+def export(out: Path, assets: Path) -> dict:
     """Writes all of ``assets`` and returns the figures. ValueError if it outgrows MAX_BYTES."""
     shutil.copyfile(out / "prompts.json", assets / "prompts.json")
     measured = figures(out, assets)
     (out / "figures.json").write_text(json.dumps(measured, indent=1) + "\n")
-    write_card(out, assets, measured, command)
+    write_card(out, assets, measured)
     if _size(assets) > MAX_BYTES:
         raise ValueError(f"export: assets: expected at most {MAX_BYTES} bytes, got {_size(assets)}")
     return measured

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spec_kernels.training.loop import Log
 from spec_kernels.training.model import Target
+from spec_kernels.training.workers import SINGLE, Workers
 
 # Greedy use and sampled use both count, so both are written.
 TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
@@ -51,18 +52,20 @@ def generate(
     batch: int = 160,
     seed: int = 0,
     minutes: float | None = None,
-) -> np.ndarray:
-    """Writes generated.npy under ``out``: uint16 [num_sequences, length], each led by its prompt.
+    workers: Workers = SINGLE,
+) -> None:
+    """Writes this worker's share as generated.RANK.npy under ``out``; ``merge`` joins the shares.
 
-    Prompts come from the training split. With ``minutes`` it stops early. Sequences come in batches
-    that depend only on the seed and their number.
+    Each text has ``length`` tokens, led by a prompt from the training split. The batch of a number
+    depends on the seed and that number alone, so the number of workers changes nothing. With
+    ``minutes`` each worker stops after the batch during which they are over.
     """
     ids = np.load(out / "train.npy")
-    log = Log(out / "generate.jsonl", is_resumed=False)
+    log = Log(out / "generate.jsonl", is_resumed=False, is_silent=workers.rank > 0)
     model.eval()
     parts, started = [], time.monotonic()
-    while sum(map(len, parts)) < num_sequences:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + len(parts))
+    for number in range(workers.rank, -(-num_sequences // batch), workers.size):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         prompts = random_prompts(ids, batch, prompt_tokens, generator)
         temperatures = torch.tensor(TEMPERATURES).repeat(-(-batch // len(TEMPERATURES)))[:batch]
         texts = continue_text(model, prompts, length - prompt_tokens, temperatures, generator)
@@ -72,14 +75,25 @@ def generate(
         log.write(
             {
                 "stage": "generate",
-                "sequences": len(parts) * batch,
-                "tokens": tokens,
-                "tok_s": tokens / seconds,
+                "sequences": len(parts) * batch * workers.size,
+                "tokens": tokens * workers.size,
+                "tok_s": tokens * workers.size / seconds,
             }
         )
         if minutes is not None and seconds > minutes * 60.0:
             break
     log.close()
-    texts = np.concatenate(parts)[:num_sequences]
+    np.save(out / f"generated.{workers.rank}.npy", np.stack(parts))
+
+
+def merge(out: Path, num_workers: int, num_sequences: int) -> np.ndarray:
+    """generated.npy: uint16 [sequences, length], the batches of all workers in their own order."""
+    shares = [np.load(out / f"generated.{rank}.npy") for rank in range(num_workers)]
+    batches = []
+    for number in range(max(map(len, shares))):
+        batches.extend(share[number] for share in shares if number < len(share))
+    texts = np.concatenate(batches)[:num_sequences]
     np.save(out / "generated.npy", texts)
+    for rank in range(num_workers):
+        (out / f"generated.{rank}.npy").unlink()
     return texts
