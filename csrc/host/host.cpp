@@ -1,9 +1,12 @@
 // The Python module _host: host objects with a lifetime. No tensors pass through it.
 #include <pybind11/pybind11.h>
 
+#include <system_error>
+
 #include "host/segment.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace spec_kernels {
 namespace {
@@ -18,6 +21,22 @@ std::unique_ptr<Segment> create(uint32_t world_size, uint64_t capacity, uint32_t
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Host objects with a lifetime: shared segments.";
+  // A lack of memory, of permission or of a kernel feature is an OSError with its errno.
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const std::system_error& e) {
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(e.code().value(), e.what()).ptr());
+    }
+  });
+  // Where the counters stand, in bytes, for tests and debuggers.
+  using group::Header;
+  using group::RankLine;
+  m.attr("OFFSETS") =
+      py::dict("arrivals"_a = offsetof(Header, arrivals), "progress"_a = offsetof(Header, progress),
+               "step"_a = offsetof(Header, ranks) + offsetof(RankLine, step),
+               "arrived"_a = offsetof(Header, ranks) + offsetof(RankLine, arrived),
+               "next_rank"_a = sizeof(RankLine));
   m.attr("MAX_RANKS") = group::kMaxRanks;
   py::class_<Segment>(
       m, "Segment", py::buffer_protocol(),

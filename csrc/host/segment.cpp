@@ -6,7 +6,10 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <fstream>
+#include <limits>
 #include <system_error>
 
 namespace spec_kernels {
@@ -15,7 +18,7 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw std::system_error(error, std::generic_category(), "spec_kernels segment: " + what);
+  throw std::system_error(error, std::system_category(), "spec_kernels segment: " + what);
 }
 
 std::string mib(uint64_t bytes) {
@@ -23,6 +26,24 @@ std::string mib(uint64_t bytes) {
   out.precision(1);
   out << std::fixed << static_cast<double>(bytes) / (1 << 20) << " MiB";
   return out.str();
+}
+
+// Bytes that can be had now: allocating beyond them would not fail but wake the out-of-memory
+// killer.
+uint64_t available_bytes() {
+  uint64_t available = std::numeric_limits<uint64_t>::max();
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key, unit; meminfo >> key;) {
+    uint64_t kib = 0;
+    if (key == "MemAvailable:" && meminfo >> kib) available = kib * 1024;
+    std::getline(meminfo, unit);
+  }
+  uint64_t limit = 0, used = 0;
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
+      std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
+    available = std::min(available, limit > used ? limit - used : 0);
+  }
+  return available;
 }
 
 }  // namespace
@@ -100,6 +121,7 @@ std::unique_ptr<Segment> Segment::create(uint32_t world_size, uint64_t capacity,
         std::to_string(capacity));
   }
   const uint64_t size = group::segment_bytes(world_size, capacity);
+  if (size > available_bytes()) fail("cannot allocate " + mib(size) + " of shared memory", ENOMEM);
   const int fd = memfd_create("spec-kernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create", errno);
   // Allocated now: a lack of memory is an error here, not a bus error in the middle of a
@@ -130,7 +152,8 @@ std::unique_ptr<Segment> Segment::attach(int64_t pid, int64_t fd, const std::str
   const int own = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) fail("cannot open " + path, errno);
   struct stat status;
-  const bool sealed = (fcntl(own, F_GET_SEALS) & kSeals) == kSeals && fstat(own, &status) == 0;
+  const int seals = fcntl(own, F_GET_SEALS);
+  const bool sealed = seals >= 0 && (seals & kSeals) == kSeals && fstat(own, &status) == 0;
   if (!sealed || static_cast<uint64_t>(status.st_size) < sizeof(group::Header)) {
     close(own);
     throw std::runtime_error("spec_kernels segment: " + path + " is not a segment");

@@ -275,7 +275,8 @@ inline std::string describe(const CallInfo& c) {
   m << " (epoch " << f.epoch << ", phase " << f.phase << ", chunk " << f.chunk + 1 << " of "
     << f.num_chunks;
   if (static_cast<Failure>(f.kind) != Failure::kMismatch) m << ", waited " << f.waited_ms << " ms";
-  m << " in " << op_name(static_cast<Op>(f.op));
+  if (std::strcmp(op, op_name(static_cast<Op>(f.op))) != 0)
+    m << ", in " << op_name(static_cast<Op>(f.op));
   if (f.reporter != rank) m << ", reported by rank " << f.reporter;
   m << ")";
   throw std::runtime_error(m.str());

@@ -163,10 +163,11 @@ class Call {
     const bool alone =
         num_blocks <= 1 && h_.arrivals.value.load(std::memory_order_acquire) + 1 == target();
     if (!alone) std::memcpy(slot(rank_), input, bytes);
+    // Said before it is known, so that a last rank that stops right after arriving is named.
+    line_.working.store(step_ + 1, std::memory_order_relaxed);
     if (arrive()) {
       check_calls();
       if (num_blocks <= 1) {
-        line_.working.store(step_ + 1, std::memory_order_relaxed);
         args.in[rank_] = input;
         args.out = output;
         args.copy = result();
@@ -185,6 +186,7 @@ class Call {
       }
       work();
     } else {
+      line_.working.store(0, std::memory_order_relaxed);
       await(h_.progress.value, opened, "arrive");
       if (h_.progress.value.load(std::memory_order_acquire) == opened) work();
     }

@@ -118,7 +118,8 @@ class RankGroup:
 
         sys.stdout.flush()
         sys.stderr.flush()
-        threading.Thread(target=fork_all, name="spec-kernels-fork", daemon=True).start()
+        self._thread = threading.Thread(target=fork_all, name="spec-kernels-fork", daemon=True)
+        self._thread.start()
         try:
             started.wait()
             if failure:
@@ -210,6 +211,7 @@ class RankGroup:
             os.close(pipe)
         self._pipes.clear()
         self._finished.set()
+        self._thread.join()
 
     def __enter__(self) -> RankGroup:
         return self
@@ -250,14 +252,17 @@ class RankGroup:
             return Outcome(error=f"ended with code {os.WEXITSTATUS(status)} and no report")
 
 
-def launch(fn: Callable[..., object], world_size: int, *args, **options) -> list[object]:
+def launch(
+    fn: Callable[..., object], world_size: int, *args, timeout: float | None = None, **options
+) -> list[object]:
     """Runs ``fn(comm, *args)`` in ``world_size`` ranks on this machine; returns what each returned.
 
     Output goes where the parent's goes. When a rank raises or dies, the others are ended at once
-    and ``RankError`` names it; Ctrl-C ends all. ``options`` as for ``RankGroup``.
+    and ``RankError`` names it; Ctrl-C ends all, and so does ``timeout`` (seconds;
+    ``TimeoutError``). ``options`` as for ``RankGroup``.
     """
     with RankGroup(fn, world_size, args, **options) as ranks:
-        outcomes = ranks.wait()
+        outcomes = ranks.wait(timeout)
         failure = ranks.failure()
     if failure is not None:
         raise failure
