@@ -17,12 +17,11 @@ import torch
 from spec_kernels.models.config import DrafterConfig, TargetConfig
 from spec_kernels.training import eagle, evaluate
 from spec_kernels.training import model as target_model
-from spec_kernels.training.target import BUNDLED, held_out_loss
+from spec_kernels.training.target import BUNDLED, EVALUATION_CONTEXT, held_out_loss
 
 MAX_BYTES = 16_000_000
 _LOG_LINES = 200
 _TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
-_HELD_OUT_CONTEXT = 512
 
 
 def load_target(
@@ -100,7 +99,7 @@ def figures(out: Path, assets: Path) -> dict:
     prompts = json.loads((assets / "prompts.json").read_text())
     ids = torch.tensor([p["token_ids"] for p in prompts])
     layers = drafter.config.captured_layers(target.config.num_hidden_layers)
-    loss = held_out_loss(target, np.load(out / "held_out.npy"), _HELD_OUT_CONTEXT)
+    loss = held_out_loss(target, np.load(out / "held_out.npy"))
     return {
         "held_out_loss": loss,
         "held_out_bits_per_byte": target_model.bits_per_byte(
@@ -225,7 +224,7 @@ tokens; `--steps` fixes their number instead):
 ## Figures
 
 Held-out loss {loss:.3f} nats a token = **{bits:.3f} bits a byte** (windows of
-{_HELD_OUT_CONTEXT} tokens).
+{EVALUATION_CONTEXT} tokens).
 
 {len(prompts)} held-out prompts, {evaluate.NUM_NEW_TOKENS} new tokens each, by exact replay of the
 TTT pass over the target's own output. Drafts are the drafter's top choices; accept length = tokens

@@ -91,9 +91,6 @@ class Schedule:
             return learning_rate(step, self.peak, self.warmup, step + 1, step + 2)
         return learning_rate(step, self.peak, self.warmup, self.decay_start, self.num_steps)
 
-    def is_decaying(self, step: int) -> bool:
-        return self.decay_start is not None and step >= self.decay_start
-
     def is_done(self, step: int) -> bool:
         return self.num_steps is not None and step >= self.num_steps
 
@@ -191,7 +188,6 @@ def run(
     *,
     workers: Workers = SINGLE,
     balance: Callable[[list[Tensor]], None] | None = None,
-    decay_batches: Batches | None = None,
     evaluate: Callable[[], dict] | None = None,
     evaluate_every: int = 500,
     stop_after: int | None = None,
@@ -199,8 +195,7 @@ def run(
     """Trains until the schedule ends, or ``stop_after`` steps of this call.
 
     ``step_of(batch)`` runs the forward pass; its report's tensors and lists are averaged between
-    log lines. ``balance`` gets the expert loads after each step. ``decay_batches`` take over when
-    the learning rate starts to fall. ``evaluate()`` gives a dictionary to log.
+    log lines. ``balance`` gets the expert loads after each step; ``evaluate()`` gives values to log.
     """
     checkpoint = out / f"{stage}.pt"
     counters = Counters()
@@ -216,10 +211,7 @@ def run(
     stop = None if stop_after is None else counters.step + stop_after
     model.train()
     while not schedule.is_done(counters.step) and counters.step != stop:
-        source = batches
-        if decay_batches is not None and schedule.is_decaying(counters.step):
-            source = decay_batches
-        result = step_of(workers.part(source.at(counters.num_tokens)))
+        result = step_of(workers.part(batches.at(counters.num_tokens)))
         (result.loss / workers.size).backward()
         # The first worker's clock is the one that counts, so that all end at the same step.
         seconds = before + time.monotonic() - started
@@ -230,7 +222,7 @@ def run(
         norm = optimizer.step(rate)
         if balance is not None:
             balance(loads)
-        num_tokens = source.batch * source.context
+        num_tokens = batches.batch * batches.context
         counters.step += 1
         counters.num_tokens += num_tokens
         counters.seconds = clock.item()

@@ -3,7 +3,7 @@
 A small model that is decoded greedily soon repeats itself, because a repeated sentence makes its
 next repetition likelier still. DITTO (arXiv 2206.02369) trains on sentences repeated on purpose and
 asks that each repetition be less likely than the one before. Half of the batch is such text, half
-goes on as ordinary training.
+goes on as ordinary training, in both cases over longer contexts than before.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def train(
     *,
     config: TargetConfig = BUNDLED,
     seed: int = 0,
-    batch: int = 32,
-    context: int = 256,
+    batch: int = 16,
+    context: int = 512,
     weight: float = 1.0,
     weight_decay: float = 0.1,
     use_compile: bool = True,
@@ -110,7 +110,7 @@ def train(
         return loop.Step(likelihood + weight * penalty, report, loads)
 
     def evaluate() -> dict:
-        loss = held_out_loss(model, held_out, 2 * context)
+        loss = held_out_loss(model, held_out)
         return {
             "held_out_loss": loss,
             "held_out_bits_per_byte": bits_per_byte(loss, corpus["held_out"]["bytes_per_token"]),

@@ -16,7 +16,7 @@ from spec_kernels.training.optim import Optimizer
 from spec_kernels.training.workers import SINGLE, Workers
 
 BIAS_SPEED = 1e-3
-EVALUATION_WINDOWS = 96
+EVALUATION_WINDOWS, EVALUATION_CONTEXT = 96, 512
 
 # Kimi-K2.5 in small: every dimension divides over 8 ranks, and no two that a wrong index could
 # confuse are equal by construction (nope 16 and v 32 in kv_b_proj, latent 64 and rotary 16).
@@ -62,7 +62,9 @@ def uses_muon(name: str, parameter: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def held_out_loss(model: Target, ids: np.ndarray, context: int, batch: int = 16) -> float:
+def held_out_loss(
+    model: Target, ids: np.ndarray, context: int = EVALUATION_CONTEXT, batch: int = 16
+) -> float:
     """Mean nats a token over evenly spaced windows of ``context`` tokens."""
     available = (len(ids) - 1) // context
     starts = np.linspace(0, available - 1, min(available, EVALUATION_WINDOWS)).astype(int)
@@ -83,7 +85,6 @@ def train(
     seed: int = 0,
     batch: int = 32,
     context: int = 256,
-    decay_context: int = 512,
     weight_decay: float = 0.1,
     use_muon: bool = True,
     use_compile: bool = True,
@@ -94,9 +95,8 @@ def train(
 ) -> Target:
     """Reads train.npy, held_out.npy and corpus.json of ``out``; writes target.pt, target.jsonl.
 
-    Windows of ``context`` tokens, ``batch`` a step; while the learning rate falls, windows of
-    ``decay_context`` and as many tokens a step as before (attention to long contexts is dear, and
-    is learnt late).
+    Windows of ``context`` tokens, ``batch`` a step. Longer contexts follow in stage ``settle``:
+    attention to them is dear, and is learnt late.
     """
     corpus = json.loads((out / "corpus.json").read_text())
     training, held_out = np.load(out / "train.npy"), np.load(out / "held_out.npy")
@@ -121,7 +121,7 @@ def train(
         return loop.Step(loss, report, loads)
 
     def evaluate() -> dict:
-        loss = held_out_loss(model, held_out, decay_context)
+        loss = held_out_loss(model, held_out)
         return {
             "held_out_loss": loss,
             "held_out_bits_per_byte": bits_per_byte(loss, corpus["held_out"]["bytes_per_token"]),
@@ -138,9 +138,6 @@ def train(
         resume,
         workers=workers,
         balance=lambda loads: model.balance(loads, BIAS_SPEED),
-        decay_batches=loop.Batches(
-            training, max(batch * context // decay_context, workers.size), decay_context, seed + 1
-        ),
         evaluate=evaluate,
         stop_after=stop_after,
     )

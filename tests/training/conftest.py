@@ -13,7 +13,7 @@ from spec_kernels.training.target import BUNDLED
 TINY = dataclasses.replace(
     BUNDLED,
     hidden_size=32,
-    num_hidden_layers=3,
+    num_hidden_layers=4,
     num_attention_heads=2,
     vocab_size=300,
     intermediate_size=48,

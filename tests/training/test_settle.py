@@ -47,7 +47,7 @@ def test_repetition_loss_by_hand():
 def test_settling_lowers_repetition(out, tiny):
     options = {"config": tiny, "use_compile": False, "compute_dtype": torch.float32}
     schedule = loop.Schedule(1e-2, num_steps=10)
-    target.train(out, schedule, batch=4, context=32, decay_context=64, **options)
+    target.train(out, schedule, batch=4, context=32, **options)
     probability = {}
     for weight in (0.0, 3.0):
         schedule = loop.Schedule(1e-2, num_steps=30)

@@ -11,7 +11,7 @@ from spec_kernels.training.optim import Optimizer, learning_rate, orthogonalise
 
 
 def _train(out, config, **changes):
-    options = {"batch": 4, "context": 32, "decay_context": 64, "use_compile": False}
+    options = {"batch": 4, "context": 32, "use_compile": False}
     options |= {"config": config, "compute_dtype": torch.float32}
     return target.train(out, loop.Schedule(1e-2, num_steps=24), **(options | changes))
 

@@ -61,8 +61,8 @@ def test_steps_through_the_cache_equal_the_dense_pass(tiny):
     torch.manual_seed(0)
     model = m.Target(tiny, torch.float32).eval()
     tokens = torch.randint(tiny.vocab_size, (3, 12))
-    dense, captured, loads = model(tokens, (0, 1, 3))
-    assert captured.shape == (3, 12, 3 * tiny.hidden_size) and len(loads) == 2
+    dense, captured, loads = model(tokens, (0, 1, 4))
+    assert captured.shape == (3, 12, 3 * tiny.hidden_size) and len(loads) == 3
     cache = model.new_cache(3, 12)
     torch.testing.assert_close(model.step(tokens[:, :5], cache), dense[:, 4], atol=1e-5, rtol=1e-4)
     for i in range(5, 12):
@@ -79,7 +79,7 @@ def test_captured_streams_enter_their_layers(tiny):
     seen = []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    logits, captured, _ = model(tokens, (0, 2, 3))
+    logits, captured, _ = model(tokens, (0, 2, 4))
     first, second, last = captured.chunk(3, dim=-1)
     assert torch.equal(first, seen[0]) and torch.equal(second, seen[2])
     torch.testing.assert_close(model.lm_head(model.norm(last)), logits)
