@@ -195,7 +195,7 @@ def run(
     """Trains until the schedule ends, or ``stop_after`` steps of this call.
 
     ``step_of(batch)`` runs the forward pass; its report's tensors and lists are averaged between
-    log lines. ``balance`` gets the expert loads after each step; ``evaluate()`` gives values to log.
+    log lines. ``balance`` gets the expert loads after each step; ``evaluate()`` values to log.
     """
     checkpoint = out / f"{stage}.pt"
     counters = Counters()
