@@ -410,18 +410,23 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
   if (router_weight.scalar_type() != ScalarType::Float)
     check_dtype(kOp, "router_weight", router_weight, x.scalar_type());
   const int64_t num_experts = router_weight.size(0);
+  // The shapes of both matrices follow from the down matrix: leading dimensions, then [H, I] and
+  // [2I, H].
   const auto check_pair = [&](const char* gate_up_name, const Tensor& gate_up,
                               const char* down_name, const Tensor& down, bool many) {
-    const int64_t row_dim = many ? 1 : 0;
     check_dtype(kOp, gate_up_name, gate_up, x.scalar_type());
     check_dtype(kOp, down_name, down, x.scalar_type());
-    many ? check_operand(gate_up_name, gate_up, {num_experts, -1, hidden})
-         : check_operand(gate_up_name, gate_up, {-1, hidden});
-    SK_CHECK(gate_up.size(row_dim) % 2 == 0, kOp, gate_up_name,
-             "an even number of rows (gate, then up)", gate_up.size(row_dim));
-    const int64_t inner = gate_up.size(row_dim) / 2;
-    many ? check_operand(down_name, down, {num_experts, hidden, inner})
-         : check_operand(down_name, down, {hidden, inner});
+    int64_t inner;
+    if (many) {
+      check_operand(down_name, down, {num_experts, hidden, -1});
+      inner = down.size(2);
+      check_operand(gate_up_name, gate_up, {num_experts, 2 * inner, hidden});
+    } else {
+      check_operand(down_name, down, {hidden, -1});
+      inner = down.size(1);
+      check_operand(gate_up_name, gate_up, {2 * inner, hidden});
+    }
+    const int64_t row_dim = many ? 1 : 0;
     return Expert{static_cast<const char*>(gate_up.data_ptr()),
                   static_cast<const char*>(down.data_ptr()), gate_up.stride(row_dim),
                   down.stride(row_dim), inner};

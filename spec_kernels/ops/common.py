@@ -39,7 +39,7 @@ def check_tensor(op: str, name: str, t: object, shape: tuple, dtypes: tuple, dev
 
 def check_last_dim(op: str, name: str, t: torch.Tensor) -> None:
     """Rows may be strided; the elements of the last dimension must be adjacent."""
-    if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+    if t.dim() and t.stride(-1) != 1 and t.shape[-1] > 1:
         fail(op, name, "stride 1 in the last dimension", t.stride(-1))
 
 

@@ -70,13 +70,11 @@ def moe_experts(
     router_dtypes = _F32 if x.dtype == torch.float32 else FLOATS
     check_tensor(_OP, "router_weight", router_weight, (None, hidden), router_dtypes, device)
     num_experts = router_weight.shape[0]
-    check_tensor(_OP, "w_gate_up", w_gate_up, (num_experts, None, hidden), same, device)
-    if w_gate_up.shape[1] % 2:
-        fail(_OP, "w_gate_up", "an even number of rows (gate, then up)", w_gate_up.shape[1])
-    inner = w_gate_up.shape[1] // 2
-    check_tensor(_OP, "w_down", w_down, (num_experts, hidden, inner), same, device)
-    for name, t in (("x", x), ("router_weight", router_weight)):
-        check_last_dim(_OP, name, t)
+    check_tensor(_OP, "w_down", w_down, (num_experts, hidden, None), same, device)
+    inner = w_down.shape[2]
+    check_tensor(_OP, "w_gate_up", w_gate_up, (num_experts, 2 * inner, hidden), same, device)
+    check_last_dim(_OP, "x", x)
+    check_last_dim(_OP, "router_weight", router_weight)
     check_last_dim(_OP, "w_gate_up", w_gate_up)
     check_last_dim(_OP, "w_down", w_down)
     if correction_bias is not None:
@@ -85,11 +83,9 @@ def moe_experts(
     if (shared_gate_up is None) != (shared_down is None):
         fail(_OP, "shared_down", "given exactly when shared_gate_up is", type(shared_down).__name__)
     if shared_gate_up is not None:
-        check_tensor(_OP, "shared_gate_up", shared_gate_up, (None, hidden), same, device)
-        if shared_gate_up.shape[0] % 2:
-            fail(_OP, "shared_gate_up", "an even number of rows", shared_gate_up.shape[0])
-        shape = (hidden, shared_gate_up.shape[0] // 2)
-        check_tensor(_OP, "shared_down", shared_down, shape, same, device)
+        check_tensor(_OP, "shared_down", shared_down, (hidden, None), same, device)
+        shape = (2 * shared_down.shape[1], hidden)
+        check_tensor(_OP, "shared_gate_up", shared_gate_up, shape, same, device)
         check_last_dim(_OP, "shared_gate_up", shared_gate_up)
         check_last_dim(_OP, "shared_down", shared_down)
     if n_group < 1 or num_experts % n_group:
