@@ -2,8 +2,8 @@
 
     python benchmarks/bench_moe_experts.py [--dtype fp32|bf16] [--rounds N] [--json FILE]
 
-Shapes are one rank's share. "ceiling" is the time that this machine's own copy bandwidth (weights read
-once) or matrix-multiply rate needs, whichever is longer, both measured in the same run.
+Shapes are one rank's share. "ceiling" is the time that this machine's own copy bandwidth (weights
+read once) or matrix-multiply rate needs, whichever is longer, both measured in the same run.
 """
 
 from __future__ import annotations
