@@ -58,7 +58,7 @@ DRAFTER = {
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "head_dim": 8,
+    "head_dim": 6,
     "intermediate_size": 64,
     "vocab_size": 40,
     "draft_vocab_size": 32,
@@ -194,3 +194,29 @@ def write_checkpoint(
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def knowing_drafter_tensors(
+    config: dict[str, Any], target: dict[str, torch.Tensor], seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """A drafter that is right often, for targets whose layers add little to the embedding.
+
+    Such a target's choice hangs mostly on its last token. The drafter's attention looks at its own
+    row and passes the embedding on (heads * head_dim = hidden), and its head is the target's.
+    """
+    tensors = drafter_tensors(config, seed)
+    hidden = config["hidden_size"]
+    eye = torch.eye(hidden)
+    ids = torch.arange(config["draft_vocab_size"]) + tensors.get("d2t", 0)
+    tensors |= {
+        "lm_head.weight": target["lm_head.weight"][ids],
+        "norm.weight": target["model.norm.weight"],
+        "midlayer.self_attn.o_proj.weight": 4.0 * eye,
+        "fc.weight": 0.05 * tensors["fc.weight"],
+        "midlayer.mlp.down_proj.weight": 0.05 * tensors["midlayer.mlp.down_proj.weight"],
+    }
+    for name, gain in (("q", 4.0), ("k", 4.0), ("v", 1.0)):
+        weight = 0.05 * tensors[f"midlayer.self_attn.{name}_proj.weight"]
+        weight[:, :hidden] += gain * eye
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = weight
+    return tensors

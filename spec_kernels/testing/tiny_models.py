@@ -1,0 +1,56 @@
+"""A tiny target and drafter on disk, and engines over them, for tests of the decode loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spec_kernels.comm import Communicator
+from spec_kernels.decode.drafting import DraftPlan
+from spec_kernels.decode.engine import Engine
+from spec_kernels.models.config import DrafterConfig
+from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.target import Target
+from spec_kernels.testing import checkpoints
+
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3],
+    [1],
+]
+PLANS = {
+    "chain": DraftPlan("chain", 3),
+    "static": DraftPlan("static", 3, 3, 10),
+    "dynamic": DraftPlan("dynamic", 3, 3, 12),
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Where the tiny checkpoints lie; the drafter is right about every second time."""
+
+    target: Path
+    drafter: Path
+
+    def models(self, comm=None, parallel="auto", dtype=torch.float32) -> tuple[Target, Drafter]:
+        config = DrafterConfig.from_json(self.drafter)
+        layers = config.captured_layers(checkpoints.TARGET["num_hidden_layers"])
+        target = Target.load(
+            self.target, comm or Communicator.single(), dtype, captured_layers=layers
+        )
+        return target, Drafter.load(self.drafter, target, parallel)
+
+    def engine(self, plan=PLANS["chain"], max_tokens=80, comm=None, parallel="auto", **options):
+        target, drafter = self.models(comm, parallel)
+        return Engine(target, drafter, plan, max_tokens=max_tokens, **options)
+
+    @classmethod
+    def write(cls, root: Path) -> Tiny:
+        tensors = checkpoints.target_tensors(checkpoints.TARGET, gain=0.7)
+        drafter = checkpoints.knowing_drafter_tensors(checkpoints.DRAFTER, tensors)
+        return cls(
+            checkpoints.write_checkpoint(root / "target", checkpoints.TARGET, tensors),
+            checkpoints.write_checkpoint(root / "drafter", checkpoints.DRAFTER, drafter),
+        )
