@@ -48,7 +48,7 @@ class _Buffers:
         def new(*sizes: int) -> Tensor:
             return torch.zeros(*sizes, dtype=drafter.dtype, device=drafter.device)
 
-        self.embedded = new(num_rows, config.target_hidden_size)
+        self.embedded = new(num_rows, hidden)
         self.joined = new(num_rows, 2 * hidden)
         self.normed_embedding, self.normed_feature = self.joined.chunk(2, dim=1)
         qkv = new(num_rows, (heads + 2 * kv_heads) * dim)
@@ -148,6 +148,11 @@ class Drafter:
         self.embedding = embedding
         if "embed_tokens.weight" in weights:
             self.embedding = Embedding(weights, "embed_tokens.weight", config, shard, self.comm, dtype)
+        elif hidden != features:
+            raise ValueError(
+                f"{weights.directory}: embed_tokens.weight: expected embeddings of {hidden}, since the "
+                f"target's have {features}, got no such tensor"
+            )
         self.input_norm = vector("midlayer.input_layernorm")
         self.hidden_norm = vector("midlayer.hidden_norm")
         self.mlp_norm = vector("midlayer.post_attention_layernorm")
