@@ -44,13 +44,13 @@ CXX_FILES = git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh'
 lint: $(VENV)/ready
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(CXX_FILES) | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
+	@$(CXX_FILES) | xargs -0 -r $(VENV)/bin/clang-format --dry-run -Werror
 	@echo "lint: clean"
 
 format: $(VENV)/ready
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
-	@$(CXX_FILES) | xargs -0 $(VENV)/bin/clang-format -i
+	@$(CXX_FILES) | xargs -0 -r $(VENV)/bin/clang-format -i
 
 bench: build
 	@$(PY) benchmarks/run.py $(BENCH_ARGS)

@@ -166,16 +166,26 @@ def test_kernels_of_an_instruction_set_keep_to_themselves(isa):
     objects = list(ROOT.glob(pattern))
     if not objects:
         pytest.skip(f"no object files of {isa} under build/")
-    own = f"_ZN12spec_kernels{len(isa)}{isa}"
-    leaked = [
-        f"{path.name}: {kind} {name}"
-        for path in objects
-        for kind, name in symbols(path, "--defined-only")
-        if kind in "TDBRWVu"
-        and not name.startswith(own)
-        and f"N12spec_kernels{len(isa)}{isa}" not in name
-    ]
-    assert leaked == []
+    found = {p.name: leaks(symbols(p, "--defined-only"), isa) for p in objects}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def leaks(found, isa):
+    """Names visible to the linker that are not inside the namespace of ``isa``."""
+    own = f"N12spec_kernels{len(isa)}{isa}"
+    return [name for kind, name in found if kind in "TDBRWVu" and own not in name]
+
+
+def test_the_namespace_rule_sees_violations():
+    kernel = ("T", "_ZN12spec_kernels4avx219hidden_capture_rowsEv")
+    static = ("t", "_ZL4helperv")
+    assert leaks([kernel, static, ("W", "_ZN12spec_kernels4avx24pickIfEEvv")], "avx2") == []
+    for name in (
+        "_ZSt3minIlERKT_S2_S2_",
+        "_ZN12spec_kernels8to_floatEf",
+        "_ZN12spec_kernels5plain1fEv",
+    ):
+        assert leaks([kernel, ("W", name)], "avx2") == [name]
 
 
 # What the build does with its settings
