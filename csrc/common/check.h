@@ -95,6 +95,12 @@ inline void check_last_dim(const char* op, const char* arg, const Tensor& t) {
            t.stride(t.dim() - 1));
 }
 
+// Rows [T, H] that are written must not lie upon each other, as those of an expanded tensor do.
+inline void check_rows_apart(const char* op, const char* arg, const Tensor& t) {
+  SK_CHECK(t.size(0) <= 1 || t.stride(0) >= t.size(t.dim() - 1), op, arg, "rows that do not overlap",
+           "row stride " + std::to_string(t.stride(0)));
+}
+
 // Reads an index tensor of either integer width through one accessor. `data` points at element 0 of the view.
 struct IntView {
   const void* data = nullptr;

@@ -1,6 +1,7 @@
-// residual[t] += x[t]; capture[t] = residual[t]; out[t] = rms_norm(residual[t]) * weight, in one pass over each row.
-// The sum is rounded to the residual's dtype first, and what is captured and normalised is that rounded value: a later
-// reader of the residual sees exactly what the drafter sees. A row's bits depend on nothing but the row.
+// residual[t] += x[t]; capture[t] = residual[t]; out[t] = rms_norm(residual[t]) * weight, in one
+// pass over each row. The sum is rounded to the residual's dtype first, and what is captured and
+// normalised is that rounded value: a later reader of the residual sees exactly what the drafter
+// sees. A row's bits depend on nothing but the row.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +12,18 @@
 namespace spec_kernels {
 
 struct HiddenCaptureArgs {
-  const void* x;  // [T, H] or null
-  void* residual;  // [T, H]
+  const void* x;       // [T, H] or null
+  void* residual;      // [T, H]
   const void* weight;  // [H]
-  void* out;  // [T, H]
-  void* capture;  // [T, H] rows of one slot, or null
+  void* out;           // [T, H]
+  void* capture;       // [T, H] rows of one slot, or null
   int64_t x_stride, residual_stride, out_stride, capture_stride;  // elements between rows
   int64_t hidden;
   float eps;
   Float dtype;
 };
 
-SK_DECLARE_KERNEL(void hidden_capture_rows(const HiddenCaptureArgs& args, int64_t begin, int64_t end))
+SK_DECLARE_KERNEL(void hidden_capture_rows(const HiddenCaptureArgs& args, int64_t begin,
+                                           int64_t end))
 
 }  // namespace spec_kernels

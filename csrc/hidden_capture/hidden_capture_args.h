@@ -9,15 +9,17 @@
 
 namespace spec_kernels {
 
-inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional<Tensor>& x, const Tensor& residual,
-                                             const Tensor& weight, double eps, const Tensor& out,
+inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional<Tensor>& x,
+                                             const Tensor& residual, const Tensor& weight,
+                                             double eps, const Tensor& out,
                                              const std::optional<Tensor>& capture, int64_t slot) {
   check_float(op, "residual", residual);
   check_shape(op, "residual", residual, {-1, -1});
   check_last_dim(op, "residual", residual);
   const int64_t num_rows = residual.size(0);
   const int64_t hidden = residual.size(1);
-  const auto check_operand = [&](const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+  const auto check_operand = [&](const char* name, const Tensor& t,
+                                 std::initializer_list<int64_t> shape) {
     check_same_device(op, name, t, residual);
     check_dtype(op, name, t, residual.scalar_type());
     check_shape(op, name, t, shape);
@@ -26,14 +28,22 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
   check_operand("weight", weight, {hidden});
   check_operand("out", out, {num_rows, hidden});
   if (x) check_operand("x", *x, {num_rows, hidden});
+  check_rows_apart(op, "residual", residual);
+  check_rows_apart(op, "out", out);
+  SK_CHECK(num_rows == 0 || out.data_ptr() != residual.data_ptr(), op, "out",
+           "a tensor other than residual", "the same memory");
 
   HiddenCaptureArgs args{};
   args.dtype = float_kind(residual.scalar_type());
   if (capture) {
     check_operand("capture", *capture, {-1, -1, hidden});
-    SK_CHECK(capture->size(0) >= num_rows, op, "capture", "at least as many rows as residual", shape_string(*capture));
-    SK_CHECK(slot >= 0 && slot < capture->size(1), op, "slot", "0 <= slot < " + std::to_string(capture->size(1)), slot);
-    args.capture = static_cast<char*>(capture->data_ptr()) + slot * capture->stride(1) * float_size(args.dtype);
+    SK_CHECK(capture->size(0) >= num_rows, op, "capture", "at least as many rows as residual",
+             shape_string(*capture));
+    SK_CHECK(slot >= 0 && slot < capture->size(1), op, "slot",
+             "0 <= slot < " + std::to_string(capture->size(1)), slot);
+    check_rows_apart(op, "capture", *capture);
+    args.capture = static_cast<char*>(capture->data_ptr()) +
+                   slot * capture->stride(1) * float_size(args.dtype);
     args.capture_stride = capture->stride(0);
   }
   args.x = x ? x->data_ptr() : nullptr;

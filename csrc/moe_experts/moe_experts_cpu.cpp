@@ -455,6 +455,7 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
   SK_CHECK(std::isfinite(routed_scaling), kOp, "routed_scaling", "a finite number", routed_scaling);
   check_operand("out", out, {num_rows, hidden});
   check_dtype(kOp, "out", out, x.scalar_type());
+  check_rows_apart(kOp, "out", out);
   if (num_rows == 0 || hidden == 0) return;
 
   const Float dtype = float_kind(x.scalar_type());

@@ -35,11 +35,12 @@ def hidden_capture(
         eps: added to the mean square.
         capture: ``[M >= T, S, H]`` caller-owned buffer; rows ``:T`` of ``slot`` are overwritten.
         slot: capture slot, ``0 <= slot < S``.
-        out: ``[T, H]`` result; allocated when None.
+        out: ``[T, H]`` result; may be ``x`` but not ``residual``; allocated when None.
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above, or ``slot`` is out of range.
+        ValueError: a shape, dtype, device or stride is not as above, ``slot`` is out of range, or
+            ``out`` is ``residual``.
     """
     check_tensor(_OP, "residual", residual, (None, None), FLOATS)
     num_rows, hidden = residual.shape
@@ -53,6 +54,8 @@ def hidden_capture(
     else:
         check_tensor(_OP, "out", out, (num_rows, hidden), same, device)
         check_last_dim(_OP, "out", out)
+        if out is residual:
+            fail(_OP, "out", "a tensor other than residual", "the same tensor")
     if x is not None:
         check_tensor(_OP, "x", x, (num_rows, hidden), same, device)
         check_last_dim(_OP, "x", x)
