@@ -2,8 +2,8 @@
 
     python benchmarks/bench_tree_verify.py [--rounds N] [--json FILE]
 
-"rows" is the number of logit rows on the walked path, all that the kernel reads; "GB/s" are their bytes over
-the best time. Rows that were just written, as in decoding, come from the cache.
+"rows" is the number of logit rows on the walked path, all that the kernel reads; "GB/s" are their
+bytes over the best time. Rows that were just written, as in decoding, come from the cache.
 """
 
 from __future__ import annotations

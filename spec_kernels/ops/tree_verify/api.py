@@ -10,6 +10,10 @@ from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tens
 from spec_kernels.ops.tree_verify.reference import tree_verify_reference
 
 _OP = "tree_verify"
+
+# Sums of this many integer weights stay within 64 bits.
+MAX_VOCAB = 1 << 22
+
 _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)
 _FLOAT32 = (torch.float32,)
@@ -73,8 +77,8 @@ def tree_verify(
     The target's token at a node is a function of its logits, the request's parameters and seed, and
     the absolute position of the token, ``context_len + depth + 1`` (the root stands at
     ``context_len``). So plain decoding, any tree, any batch order and any backend choose the same
-    token, the emitted text is distributed exactly as the target's, and a larger tree never accepts
-    less.
+    token, the emitted text is distributed as the target's (to the coin's resolution, 2^-24), and a
+    larger tree never accepts less.
 
     The choice. Values are logits + bias in fp32; NaN, and ids that are not allowed, count as -inf.
     Temperature 0: the greatest, ties to the lower id. Otherwise weights exp((value - greatest) /
@@ -90,8 +94,8 @@ def tree_verify(
     carry distinct tokens; of equal ones the first in the list is taken.
 
     Args:
-        logits: ``[B, N, V]`` float32 or bfloat16, row i = after node i. Rows may be strided. Only
-            rows on the accepted path are read.
+        logits: ``[B, N, V]`` float32 or bfloat16, row i = after node i; V up to 2^22. Rows may be
+            strided. Only rows on the accepted path are read.
         tokens, first_child, next_sibling: ``[B, N]``, as in ``DraftTree``.
         context_lens: ``[B]`` committed length; negative = padded request: nothing of it is read.
         max_accepted: D, the room for accepted drafts (default N - 1). A walk that reaches it stops.
@@ -113,8 +117,9 @@ def tree_verify(
     check_tensor(_OP, "logits", logits, (None, None, None), FLOATS)
     check_last_dim(_OP, "logits", logits)
     batch, num_nodes, vocab = logits.shape
-    if num_nodes < 1 or vocab < 1:
-        fail(_OP, "logits", "at least one node and one token", list(logits.shape))
+    if num_nodes < 1 or not 1 <= vocab <= MAX_VOCAB:
+        expected = f"at least one node and 1 to {MAX_VOCAB} tokens"
+        fail(_OP, "logits", expected, list(logits.shape))
     device = logits.device
     nodes, requests = (batch, num_nodes), (batch,)
     check_tensor(_OP, "tokens", tokens, nodes, INTEGERS, device)
