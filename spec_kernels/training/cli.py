@@ -12,7 +12,7 @@ from spec_kernels.training import corpus, drafter, export, generate, loop, settl
 from spec_kernels.training.workers import Workers, launch
 
 # Each stage's share of the time of --stage all; the rest goes to the corpus and the figures.
-_SHARES = {"target": 0.70, "settle": 0.08, "generate": 0.06, "drafter": 0.14}
+_SHARES = {"target": 0.66, "settle": 0.12, "generate": 0.06, "drafter": 0.14}
 STAGES = ("corpus", *_SHARES, "export")
 DEFAULT_MINUTES = 100.0
 # One token more than a training window, so that every window has a next token.
@@ -59,10 +59,10 @@ def _minutes(args: argparse.Namespace, stage: str) -> float:
     return minutes * _SHARES[stage] if args.stage == "all" else minutes
 
 
-def _schedule(args: argparse.Namespace, stage: str, rate: float, decay_share: float):
+def _schedule(args: argparse.Namespace, stage: str, peak: float, **shape) -> loop.Schedule:
     if args.steps is not None:
-        return loop.Schedule(rate, num_steps=args.steps, decay_share=decay_share)
-    return loop.Schedule(rate, minutes=_minutes(args, stage), decay_share=decay_share)
+        return loop.Schedule(peak, num_steps=args.steps, **shape)
+    return loop.Schedule(peak, minutes=_minutes(args, stage), **shape)
 
 
 def _assets(args: argparse.Namespace) -> Path:
@@ -79,12 +79,14 @@ def _common(args: argparse.Namespace, workers: Workers) -> dict:
 
 
 def _target(workers: Workers, args: argparse.Namespace) -> None:
-    schedule = _schedule(args, "target", args.learning_rate, 0.4)
+    # Ends where settle starts, which takes the rate to 0.
+    schedule = _schedule(args, "target", args.learning_rate, final_share=settle.RATE_SHARE)
     target.train(args.out, schedule, use_muon=args.optimizer == "muon", **_common(args, workers))
 
 
 def _settle(workers: Workers, args: argparse.Namespace) -> None:
-    schedule = _schedule(args, "settle", args.learning_rate * settle.RATE_SHARE, 0.8)
+    peak = args.learning_rate * settle.RATE_SHARE
+    schedule = _schedule(args, "settle", peak, warmup=10, decay_share=0.95)
     settle.train(args.out, schedule, **_common(args, workers))
 
 
@@ -103,7 +105,7 @@ def _generate(workers: Workers, args: argparse.Namespace) -> None:
 
 def _drafter(workers: Workers, args: argparse.Namespace) -> None:
     model = export.load_target(_assets(args) / "target")
-    schedule = _schedule(args, "drafter", args.learning_rate, 0.6)
+    schedule = _schedule(args, "drafter", args.learning_rate, decay_share=0.6)
     drafter.train(args.out, model, schedule, **_common(args, workers))
 
 

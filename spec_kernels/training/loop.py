@@ -68,6 +68,7 @@ class Schedule:
     minutes: float | None = None
     warmup: int = 50
     decay_share: float = 0.4
+    final_share: float = 0.0
     decay_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +90,9 @@ class Schedule:
     def rate(self, step: int) -> float:
         if self.decay_start is None:
             return learning_rate(step, self.peak, self.warmup, step + 1, step + 2)
-        return learning_rate(step, self.peak, self.warmup, self.decay_start, self.num_steps)
+        return learning_rate(
+            step, self.peak, self.warmup, self.decay_start, self.num_steps, self.final_share
+        )
 
     def is_done(self, step: int) -> bool:
         return self.num_steps is not None and step >= self.num_steps

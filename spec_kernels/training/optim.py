@@ -123,10 +123,13 @@ class Optimizer:
         self.num_steps = state["num_steps"]
 
 
-def learning_rate(step: int, peak: float, warmup: int, decay_start: int, num_steps: int) -> float:
-    """Warm up, stay, then fall linearly to 0 between decay_start and num_steps."""
+def learning_rate(
+    step: int, peak: float, warmup: int, decay_start: int, num_steps: int, final_share: float = 0.0
+) -> float:
+    """Warm up, stay, then fall linearly to final_share * peak between decay_start and num_steps."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if step < decay_start:
         return peak
-    return peak * max(num_steps - step, 0) / max(num_steps - decay_start, 1)
+    left = max(num_steps - step, 0) / max(num_steps - decay_start, 1)
+    return peak * (final_share + (1.0 - final_share) * left)

@@ -19,6 +19,7 @@ def _train(out, config, **changes):
 def test_learning_rate_by_hand():
     rates = [learning_rate(s, 1.0, 2, 4, 8) for s in range(9)]
     assert rates == [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert learning_rate(6, 2.0, 2, 4, 8, 0.5) == 1.5 and learning_rate(8, 2.0, 2, 4, 8, 0.5) == 1.0
 
 
 def test_schedule_in_minutes_fixes_its_end_when_decay_is_due():
