@@ -103,8 +103,8 @@ static inline int64_t partial_floats(const TreeAttentionArgs& a, int64_t num_row
 static inline int64_t scratch_floats(const TreeAttentionArgs& a, int64_t num_rows, int64_t num_leaves) {
   const int64_t pointers = 2 * kLeafKeys * 2;
   const int64_t scores = kTileRows * (kLeafKeys + 16) * 2;
-  return round_up(num_rows, kTileRows) * packed_units(a) + kLeafKeys * (packed_units(a) + packed_columns(a)) + scores +
-         pointers + merge_levels(num_leaves) * partial_floats(a, num_rows) + 64;
+  const int64_t values = packed_columns(a) * (kLeafKeys + 1);
+  return round_up(num_rows, kTileRows) * packed_units(a) + kLeafKeys * packed_units(a) + values + scores + pointers + merge_levels(num_leaves) * partial_floats(a, num_rows) + 64;
 }
 
 // run: attends job's rows to its leaves; the result goes to `partial`, or, when that is null, to out and lse.

@@ -53,7 +53,7 @@ struct Work {
     };
     q = reinterpret_cast<uint32_t*>(take(round_up(num_rows, kTileRows) * key_words));
     keys = reinterpret_cast<uint32_t*>(take(kLeafKeys * key_words));
-    values = reinterpret_cast<uint32_t*>(take(kLeafKeys * columns));
+    values = reinterpret_cast<uint32_t*>(take((kLeafKeys + 1) * columns));
     scores = take(kTileRows * kScoreStride);
     weights = reinterpret_cast<Weight*>(SK_MATH == SK_MATH_FMA ? scores : take(kTileRows * kScoreStride));
     key_rows = reinterpret_cast<const T**>(take(2 * kLeafKeys));
@@ -153,7 +153,10 @@ void pack_keys(const Work<T>& w, int64_t first_group, int64_t end_group) {
   for (int64_t g = first_group; g < end_group; ++g) {
     const T* const* rows = w.key_rows + g * 16;
     uint32_t* out = w.keys + g * w.key_words * 16;
+    const T* const* next = g + 1 < end_group ? rows + 16 : rows;
     for (int64_t u = 0; u < w.key_words; u += 16) {
+      // Sixteen rows at once are more streams than hardware follows; a prefetch of null is harmless.
+      for (int i = 0; i < 16; ++i) __builtin_prefetch(reinterpret_cast<const uint32_t*>(next[i]) + u);
       const uint32_t* in[16];
       uint32_t copies[16][16];
       for (int i = 0; i < 16; ++i) {
@@ -191,9 +194,11 @@ SK_INLINE const float* value_row(const Work<bf16>& w, int64_t i) {
   return reinterpret_cast<const float*>(w.values) + i * w.columns;
 }
 #else
-// Words of the tile that holds columns 16 t .. of the 32 keys from 32 s on: one word is a pair of keys. Within each 32
-// columns the unpack instructions deal quads alternately to the two tiles; `finish` deals them back.
-SK_INLINE int64_t value_tile(int64_t columns, int64_t s, int64_t t) { return (s * (columns / 16) + t) * 256; }
+// Tile of columns 16 t .. of the 32 keys from 32 s on, as words that each hold a pair of keys. The product walks s, so
+// that is the inner order; the spare line keeps stores to neighbouring t out of one cache set. Within each 32 columns
+// the unpack instructions deal quads alternately to the two tiles; `finish` deals them back.
+constexpr int64_t kTileColumn = kLeafKeys / 32 * 256 + 16;
+SK_INLINE int64_t value_tile(int64_t s, int64_t t) { return t * kTileColumn + s * 256; }
 
 void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
   static const bf16 kZeros[32] = {};
@@ -211,9 +216,9 @@ void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
           x[k] = _mm512_loadu_si512(tail);
         }
       }
-      uint32_t* out = w.values + value_tile(w.columns, i / 32, c / 16) + (i % 32) / 2 * 16;
+      uint32_t* out = w.values + value_tile(i / 32, c / 16) + (i % 32) / 2 * 16;
       _mm512_storeu_si512(out, _mm512_unpacklo_epi16(x[0], x[1]));
-      _mm512_storeu_si512(out + 256, _mm512_unpackhi_epi16(x[0], x[1]));
+      _mm512_storeu_si512(out + kTileColumn, _mm512_unpackhi_epi16(x[0], x[1]));
     }
   }
 }
@@ -267,16 +272,16 @@ void configure(Work<T>& w, int rows) {
 }
 
 // c[rows][32] = sum over steps of a[rows][step] * b[step][32]: rows of `a` are `a_stride` bytes apart and advance 64
-// bytes a step; the two right-hand tiles advance `b_step` words. `two`: whether the second 16 columns are wanted.
-SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0, const uint32_t* b1, int64_t b_step,
-                            int64_t steps, bool lower, bool two, float* c, int64_t c_stride) {
+// bytes a step; right-hand tiles follow each other. `lower`: rows beyond 16; `two`: columns beyond 16.
+SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0, const uint32_t* b1, int64_t steps,
+                            bool lower, bool two, float* c, int64_t c_stride) {
   const char* left = static_cast<const char*>(a);
   _tile_zero(0);
   if (two) _tile_zero(1);
   if (lower) _tile_zero(2);
   if (lower && two) _tile_zero(3);
   for (int64_t s = 0; s < steps; ++s) {
-    _tile_loadd(6, b0 + s * b_step, 64);
+    _tile_loadd(6, b0 + s * 256, 64);
     _tile_loadd(4, left + s * 64, a_stride);
     _tile_dpbf16ps(0, 4, 6);
     if (lower) {
@@ -284,7 +289,7 @@ SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0,
       _tile_dpbf16ps(2, 5, 6);
     }
     if (two) {
-      _tile_loadd(7, b1 + s * b_step, 64);
+      _tile_loadd(7, b1 + s * 256, 64);
       _tile_dpbf16ps(1, 4, 7);
       if (lower) _tile_dpbf16ps(3, 5, 7);
     }
@@ -300,7 +305,7 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
   configure(w, rows);
   for (int64_t g = first_group; g < end_group; g += 2) {
     const uint32_t* b = w.keys + g * w.key_words * 16;
-    tile_product(w.q + row * w.key_words, w.key_words * 4, b, b + w.key_words * 16, 256, w.key_words / 16, rows > 16,
+    tile_product(w.q + row * w.key_words, w.key_words * 4, b, b + w.key_words * 16, w.key_words / 16, rows > 16,
                  g + 1 < end_group, w.scores + g * 16, kScoreStride);
   }
 }
@@ -310,10 +315,9 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
   configure(w, rows);
   const int64_t s0 = begin / 32;
   const int64_t steps = (end + 31) / 32 - s0;
-  const int64_t b_step = w.columns * 16;
   for (int64_t t = 0; t < w.columns / 16; t += 2) {
-    const uint32_t* b = w.values + value_tile(w.columns, s0, t);
-    tile_product(w.weights + s0 * 32, kWeightStride * 2, b, b + 256, b_step, steps, rows > 16, true, acc + t * 16,
+    const uint32_t* b = w.values + value_tile(s0, t);
+    tile_product(w.weights + s0 * 32, kWeightStride * 2, b, b + kTileColumn, steps, rows > 16, true, acc + t * 16,
                  w.columns);
   }
 }
@@ -452,13 +456,13 @@ template <int kNum, int kVectors>
 void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_t end, int64_t tile, float* acc) {
   F32x16 sum[kNum][kVectors] = {};
   for (int64_t i = begin; i < end; i += 2) {
-    const uint32_t* values = w.values + value_tile(w.columns, i / 32, tile) + (i % 32) / 2 * 16;
+    const uint32_t* values = w.values + value_tile(i / 32, tile) + (i % 32) / 2 * 16;
 #pragma GCC unroll 8
     for (int r = 0; r < kNum; ++r) {
       uint32_t pair;
       std::memcpy(&pair, weights + r * kWeightStride + i, sizeof(pair));
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(pair, values + v * 256, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(pair, values + v * kTileColumn, sum[r][v]);
     }
   }
   for (int r = 0; r < kNum; ++r) {

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from spec_kernels import _library
 from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tensor, fail, run
 from spec_kernels.ops.tree_attention.reference import (
     tree_attention_mla_reference,
@@ -15,6 +16,35 @@ from spec_kernels.ops.tree_attention.reference import (
 _MAX_WORDS = 32
 _WORD = (torch.int32,)
 _LSE = (torch.float32,)
+_HAS_CPU_KERNEL = _library.has_kernel("tree_attention", "cpu")
+
+
+def _call_kernel(function, q, v_dim_of, rest, scale, logit_cap, window, out, lse):
+    """The decode path on CPU: no checks here, since the kernel makes them all before it writes.
+
+    Returns None when anything was wrong; the caller then takes the long way, which finds the fault
+    again and words it as a ``ValueError``.
+    """
+    try:
+        shape = q.shape[:3]
+        if out is None:
+            out = q.new_empty((*shape, v_dim_of.shape[3]))
+        if lse is None:
+            lse = torch.empty(shape, dtype=torch.float32)
+        function(q, *rest, scale, logit_cap, window, out, lse)
+    except Exception:
+        return None
+    return out, lse
+
+
+def _on_fast_path(q) -> bool:
+    return (
+        _HAS_CPU_KERNEL
+        and isinstance(q, torch.Tensor)
+        and q.is_cpu
+        and q.dim() == 4
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap) -> None:
@@ -106,6 +136,13 @@ def tree_attention(
             negative, a table too narrow, or a page that is needed out of range.
     """
     op = "tree_attention"
+    if backend is None and _on_fast_path(q):
+        rest = (k_cache, v_cache, block_tables, context_lens, ancestors)
+        factor = q.shape[3] ** -0.5 if scale is None and q.shape[3] else scale
+        function = torch.ops.spec_kernels.tree_attention.default
+        done = _call_kernel(function, q, v_cache, rest, factor, logit_cap, window, out, lse)
+        if done is not None:
+            return done
     check_tensor(op, "q", q, (None, None, None, None), FLOATS)
     num_heads, k_dim = q.shape[2:]
     same = (q.dtype,)
@@ -173,6 +210,12 @@ def tree_attention_mla(
             ``tree_attention``.
     """
     op = "tree_attention_mla"
+    if backend is None and _on_fast_path(q_latent):
+        rest = (q_rope, cache, block_tables, context_lens, ancestors)
+        function = torch.ops.spec_kernels.tree_attention_mla.default
+        done = _call_kernel(function, q_latent, q_latent, rest, scale, logit_cap, window, out, lse)
+        if done is not None:
+            return done
     check_tensor(op, "q_latent", q_latent, (None, None, None, None), FLOATS)
     rank = q_latent.shape[3]
     same = (q_latent.dtype,)
