@@ -184,12 +184,18 @@ def held_out_prompts(documents: list[Document], tokenizer: Tokenizer, count: int
     ]
 
 
-def prepare(out: Path, seed: int, root: Path | None = None) -> dict:
+def prepare(
+    out: Path,
+    seed: int,
+    root: Path | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    num_prompts: int = NUM_PROMPTS,
+) -> dict:
     """Writes tokenizer.json, train.npy, held_out.npy, corpus.json, prompts.json into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     documents = load_documents(root)
     training, held_out = split(documents)
-    tokenizer = train_tokenizer(training)
+    tokenizer = train_tokenizer(training, vocab_size)
     tokenizer.save(str(out / "tokenizer.json"))
     sizes = {}
     for name, part in (("train", training), ("held_out", held_out)):
@@ -214,6 +220,6 @@ def prepare(out: Path, seed: int, root: Path | None = None) -> dict:
         **sizes,
     }
     (out / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")
-    prompts = held_out_prompts(held_out, tokenizer, NUM_PROMPTS)
+    prompts = held_out_prompts(held_out, tokenizer, num_prompts)
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     return summary

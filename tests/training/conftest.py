@@ -1,9 +1,7 @@
 """A tiny corpus and configuration, so that every stage runs in seconds."""
 
 import dataclasses
-import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -35,9 +33,9 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """A stand-in for the standard library: forty small sources, with and without tests."""
+    """A stand-in for the standard library: sixty small sources, with and without tests."""
     root = tmp_path_factory.mktemp("library")
-    for i in range(40):
+    for i in range(60):
         folder = root / ("test" if i % 2 else "package")
         folder.mkdir(exist_ok=True)
         text = f'"""Module {i}."""\n\n\n' + "\n\n".join(
@@ -54,14 +52,7 @@ def library(tmp_path_factory):
 def prepared(library, tmp_path_factory):
     """What the corpus stage leaves, for the tiny vocabulary."""
     out = tmp_path_factory.mktemp("prepared")
-    documents = corpus.load_documents(library)
-    tokenizer = corpus.train_tokenizer(documents, TINY.vocab_size)
-    tokenizer.save(str(out / "tokenizer.json"))
-    ids = corpus.encode(documents, tokenizer, seed=0)
-    np.save(out / "train.npy", ids)
-    np.save(out / "held_out.npy", ids[:2000])
-    summary = {name: {"bytes_per_token": 2.0} for name in ("train", "held_out")}
-    (out / "corpus.json").write_text(json.dumps(summary))
+    corpus.prepare(out, 0, library, TINY.vocab_size, num_prompts=2)
     return out
 
 

@@ -165,3 +165,17 @@ def test_drafter_trains_resumes_and_publishes(out, tiny):
     for name, value in whole.items():
         torch.testing.assert_close(loaded.state_dict()[name], value, atol=1e-2, rtol=1e-2)
     assert (assets / "drafter" / "train_log.jsonl").read_text().count("greedy_accept_length")
+
+    (out / "settings.json").write_text('{"target": {"seed": 0, "learning_rate": 0.01}}')
+    measured = export.export(out, assets)
+    card = (assets / "README.md").read_text()
+    for text in (
+        f"{measured['held_out_bits_per_byte']:.3f} bits a byte",
+        "spec-kernels train --stage target --seed 0 --learning-rate 0.01",
+        "Python Software Foundation",
+        f"h{list(drafter.bundled_config(tiny).aux_layers)}",
+    ):
+        assert text in card
+    greedy = measured["reports"][0]
+    assert greedy["num_prompts"] == 2 and len(greedy["accept_lengths"]) == 5
+    assert all(1.0 <= length <= k + 2 for k, length in enumerate(greedy["accept_lengths"]))
