@@ -42,7 +42,7 @@ def make(vocab, parents, num_agreed, dtype, flat):
     tokens = torch.randperm(vocab, generator=g)[:num_nodes]
     node = 0
     for _ in range(0 if flat else num_agreed):
-        child = max(i for i, p in enumerate(parents) if p == node)
+        child = parents.index(node)
         logits[0, node, tokens[child]] = 60.0
         node = child
     if not flat:

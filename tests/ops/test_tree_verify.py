@@ -599,7 +599,7 @@ def random_case(rng):
         logits = logits.bfloat16()
     arguments = {}
     if rng.random() < 0.9:
-        warmth = rng.choice([1e-40, 0.1, 1.0, 2.0, 100.0])
+        warmth = rng.choice([1e-40, 0.1, 1.0, 2.0, 100.0, 3e38])
         arguments["temperature"] = torch.where(uniform(batch) < 0.1, 0.0, uniform(batch) * warmth)
         arguments["seeds"] = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
         if rng.random() < 0.6:

@@ -105,9 +105,9 @@ def token_weights(values, temperature, top_k=0, top_p=1.0, min_p=0.0):
     """
     top = values.max()
     difference = torch.where(values == top, 0.0, values - top)  # inf - inf counts as 0
-    inverse = (1.0 / torch.tensor(temperature, dtype=torch.float32)).clamp(
-        max=torch.finfo(torch.float32).max
-    )
+    # Kept normal and finite, so that 0 * inverse is 0 whatever the mode for subnormals.
+    fp32 = torch.finfo(torch.float32)
+    inverse = (1.0 / torch.tensor(temperature, dtype=torch.float32)).clamp(fp32.tiny, fp32.max)
     relative = exp_weights(difference * inverse.to(values.device))
     weights = (relative.double() * 2.0**WEIGHT_BITS).to(torch.int64)
     order = torch.sort(values, descending=True, stable=True).indices  # ties to the lower id
