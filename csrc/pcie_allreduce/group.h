@@ -10,7 +10,6 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -66,12 +65,9 @@ struct CallInfo {
 
 // How ranks wait and share work; chosen once for the group (spec_kernels/comm/policy.py).
 struct Policy {
-  uint32_t spin_iterations;  // polls with a pause in between, before the first yield
-  uint32_t yield_rounds;     // polls with sched_yield in between, before the first sleep
-  uint32_t num_workers;      // ranks that can run at the same time
-  uint32_t reserved;
-  uint64_t one_shot_bytes;  // at or below: every rank sums everything itself
-  uint64_t block_bytes;     // above: the sum is shared out in blocks of this size
+  uint32_t spin_iterations;  // polls with a pause in between, before the first sleep
+  uint32_t num_workers;      // ranks that share a large sum
+  uint64_t block_bytes;      // what one of them takes at a time
 };
 
 // Life of a rank, one word. While it lives, the word holds the id of a thread that does nothing but
@@ -143,8 +139,7 @@ inline uint64_t header_digest(const Header& h) {
   };
   for (uint64_t x :
        {h.magic, uint64_t{h.version}, uint64_t{h.world_size}, h.capacity, h.total_bytes,
-        uint64_t{h.policy.spin_iterations}, uint64_t{h.policy.yield_rounds},
-        uint64_t{h.policy.num_workers}, h.policy.one_shot_bytes, h.policy.block_bytes,
+        uint64_t{h.policy.spin_iterations}, uint64_t{h.policy.num_workers}, h.policy.block_bytes,
         uint64_t{sizeof(Header)}, uint64_t{offsetof(Header, failure)}}) {
     mix(x);
   }

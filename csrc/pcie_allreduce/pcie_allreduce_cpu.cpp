@@ -129,16 +129,6 @@ class Call {
     args.type = type;
     for (uint32_t r = 0; r < world_; ++r) args.in[r] = slot(r);
 
-    if (bytes <= static_cast<int64_t>(h_.policy.one_shot_bytes)) {
-      std::memcpy(slot(rank_), input, bytes);
-      meet();
-      args.in[rank_] = input;
-      args.out = output;
-      args.num = num;
-      reduce(args);
-      return;
-    }
-
     const int64_t block = std::max<int64_t>(1, h_.policy.block_bytes / item_bytes);
     const uint32_t num_blocks = static_cast<uint32_t>((num + block - 1) / block);
     const uint32_t opened = 2 * step_ + 1;
@@ -216,14 +206,9 @@ class Call {
   }
 
   void await(std::atomic<uint32_t>& word, uint32_t target, const char* phase) {
-    const group::Policy& policy = h_.policy;
-    for (uint32_t i = 0; i < policy.spin_iterations; ++i) {
+    for (uint32_t i = 0; i < h_.policy.spin_iterations; ++i) {
       if (group::reached(word.load(std::memory_order_acquire), target)) return;
       group::pause();
-    }
-    for (uint32_t i = 0; i < policy.yield_rounds; ++i) {
-      if (group::reached(word.load(std::memory_order_acquire), target)) return;
-      sched_yield();
     }
     const int64_t start = group::now_ns();
     for (int64_t waited = 0;;) {

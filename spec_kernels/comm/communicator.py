@@ -18,7 +18,7 @@ from spec_kernels.ops.pcie_allreduce import reference
 from spec_kernels.ops.pcie_allreduce.api import DEFAULT_TIMEOUT_MS
 from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
 
-DEFAULT_CAPACITY = 1 << 20
+DEFAULT_CAPACITY = 256 << 10
 _PREFIX = "spec_kernels::"
 _environment_groups = itertools.count()
 

@@ -57,6 +57,7 @@ class Outcome:
     value: object = None
     error: str | None = None
     trace: str = ""
+    failed_at: float = 0.0  # on the clock that all ranks share
     signal: int | None = None
 
 
@@ -184,14 +185,12 @@ class RankGroup:
         return [self.outcomes[r] for r in range(len(self.pids))]
 
     def failure(self) -> RankError | None:
-        """The failure that came first, if any; a killed rank before those that merely noticed."""
-        failed = [
-            (r, o) for r, o in self.outcomes.items() if o.error and r not in self._ended_by_us
-        ]
-        killed = [(r, o) for r, o in failed if o.signal is not None]
-        for rank, o in killed or failed:
-            return RankError(rank, o.error, o.trace)
-        return None
+        """The cause, if any rank failed: one that was killed, else the first to raise."""
+        failed = [(o.signal is None, o.failed_at, r) for r, o in self.outcomes.items() if o.error]
+        if not failed:
+            return None
+        _, _, rank = min(failed)
+        return RankError(rank, self.outcomes[rank].error, self.outcomes[rank].trace)
 
     def stop(self) -> None:
         """Ends ranks that still run: asks, then kills after a second. Never blocks longer."""
@@ -243,13 +242,16 @@ class RankGroup:
                 self._received[rank] += chunk
         except BlockingIOError:
             pass
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            return Outcome(error=f"killed by {signal.Signals(number).name}", signal=number)
         try:
             return Outcome(*pickle.loads(bytes(self._received[rank])))
         except (EOFError, pickle.UnpicklingError):
+            pass  # it ended before it could report
+        if not os.WIFSIGNALED(status):
             return Outcome(error=f"ended with code {os.WEXITSTATUS(status)} and no report")
+        number = os.WTERMSIG(status)
+        if rank in self._ended_by_us:
+            return Outcome(error="ended by the launcher", failed_at=float("inf"))
+        return Outcome(error=f"killed by {signal.Signals(number).name}", signal=number)
 
 
 def launch(
@@ -289,7 +291,7 @@ def _run_rank(group: Group, rank, fn, args, config, num_threads, parent, pipe) -
         code = 0
     except BaseException as error:  # noqa: BLE001 - a rank forwards whatever it raised
         message = f"{type(error).__name__}: {error}"
-        report = pickle.dumps((None, message, traceback.format_exc()))
+        report = pickle.dumps((None, message, traceback.format_exc(), time.monotonic()))
         code = 1
     # The report goes first: once this rank leaves, the others raise too, and the parent wants the
     # cause, not the echo.

@@ -1,5 +1,6 @@
 """The communicator: exact sums on every path, and failure that reaches every rank."""
 
+import gc
 import os
 import random
 import signal
@@ -16,9 +17,9 @@ from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
 
 # Each forces one path of the sum, whatever this machine would choose.
 POLICIES = {
-    "one shot, spinning": Policy(50, 2, 8, 1 << 40, 1 << 20),
-    "last sums": Policy(0, 0, 1, 0, 1 << 40),
-    "blocks": Policy(0, 4, 4, 0, 192),
+    "spinning": Policy(spin_iterations=50, num_workers=8, block_bytes=1 << 20),
+    "one worker": Policy(spin_iterations=0, num_workers=1, block_bytes=192),
+    "blocks": Policy(spin_iterations=0, num_workers=4, block_bytes=192),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPACITY = 4096
@@ -212,7 +213,7 @@ def test_counters_wrap_unnoticed(step, policy):
     run(worker, 3, group)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_case_36_killed_rank_is_named_at_once(sig):
     def worker(comm):
         x = torch.ones(100)
@@ -342,7 +343,7 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("policy", ["one shot, spinning", "last sums"])
+@pytest.mark.parametrize("policy", ["spinning", "blocks"])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_case_37_calls_that_differ_raise_on_all_ranks(name, policy):
     call, words = MISMATCHES[name]
@@ -386,6 +387,7 @@ def open_segments():
 
 def test_case_38_nothing_named_nothing_left():
     """Two groups at once, one rank killed: no names anywhere, memory goes with its owners."""
+    gc.collect()  # groups that failed tests before this one left in tracebacks
     segments = len(open_segments())
 
     def worker(comm, other):
@@ -395,7 +397,9 @@ def test_case_38_nothing_named_nothing_left():
             with open("/proc/self/maps") as maps:
                 lines = [line for line in maps if "spec-kernels" in line]
             # Mapped, and without a name in any file system.
-            assert len(lines) == 2 and all("memfd:spec-kernels (deleted)" in x for x in lines)
+            assert len(lines) == 2 + segments and all(
+                "memfd:spec-kernels (deleted)" in x for x in lines
+            )
             if comm.rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return a[0].item(), b[0].item()
@@ -406,6 +410,7 @@ def test_case_38_nothing_named_nothing_left():
     assert outcomes[0].signal == signal.SIGKILL
     assert [o.value for o in outcomes[1:]] == [(3.0, 6.0)] * 2
     del ranks, other
+    gc.collect()
     assert len(open_segments()) == segments
 
 
@@ -503,7 +508,6 @@ def test_copied_workspace_is_refused():
 @pytest.mark.parametrize("cores", [1, 2, 8, 64])
 def test_policy(world_size, cores):
     policy = choose_policy(world_size, cores)
-    assert 1 <= policy.num_workers <= min(world_size, cores)
-    assert policy.block_bytes >= 64
-    if world_size > cores:
-        assert policy.spin_iterations == 0 and policy.one_shot_bytes == 0
+    assert 1 <= policy.num_workers <= world_size
+    assert policy.block_bytes >= 4096
+    assert (policy.spin_iterations > 0) == (world_size <= cores)

@@ -68,7 +68,7 @@ def test_error_names_rank_and_traceback():
             raise LookupError("no such layer")
         comm.barrier()
 
-    with pytest.raises(RankError, match="rank 2: LookupError: no such layer") as caught:
+    with pytest.raises(RankError, match="^rank 2: LookupError: no such layer") as caught:
         launch(worker, 4, timeout=TIMEOUT)
     assert caught.value.rank == 2 and "in worker" in str(caught.value)
 
