@@ -292,21 +292,27 @@ def _run(job: Job) -> dict | None:
     except RankError as error:
         print(f"spec-kernels decode: {error}", file=sys.stderr)
         sys.exit(1)
-    return next((r for r in reports if "error" in r), reports[0])
+    return next((r for r in reports if r.get("error")), reports[0])
 
 
 def run_rank(comm, job: Job) -> dict:
     """What one rank does; every rank returns the same figures but for its own times.
 
-    A checkpoint that cannot be used gives ``{"error": message}``, on every rank alike.
+    A checkpoint that cannot be used gives ``{"error": message}`` on every rank, with the message
+    where the fault was found.
     """
     import torch
 
     with torch.inference_mode():
+        engine, message = None, ""
         try:
             engine = _load(comm, job)
         except ValueError as error:
-            return {"error": str(error)}
+            message = str(error)
+        # A rank may find fault with what the others do not read.
+        failed = comm.all_gather(torch.tensor([engine is None]))
+        if bool(failed.any()):
+            return {"error": message}
         return _decode(comm, job, engine)
 
 

@@ -17,7 +17,7 @@ import torch
 from spec_kernels.decode.drafting import DraftStart, DynamicDraft, StaticDraft
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.sampling import SamplingTensors
-from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.models.target import Target
 from spec_kernels.ops.compact import compact
@@ -68,7 +68,7 @@ class Cycle:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafter: Drafter | AbsentDrafter,
         cache: KVCache,
         proposal: StaticDraft | DynamicDraft,
         start: DraftStart,
@@ -83,15 +83,21 @@ class Cycle:
         self.row_base = torch.arange(batch, device=device) * rows
         self.extend_words = causal_words(rows, device).expand(batch, -1, -1).contiguous()
         self.verified = Verified.allocate(batch, proposal.max_depth, device)
-        self.capture = target.new_capture(batch * nodes)
-        self.captured = self.capture.view(batch, nodes, *self.capture.shape[1:])
+        self.capture = self.captured = None
+        if drafter.is_here:
+            self.capture = target.new_capture(batch * nodes)
+            self.captured = self.capture.view(batch, nodes, *self.capture.shape[1:])
+        self.moved_rows = [self.captured] if drafter.is_here else []
 
     def run(self, clock: PhaseClock) -> Verified:
         """Decodes 1 to D + 1 tokens a request; the result is overwritten by the next run."""
         cache, start, out = self.cache, self.start, self.verified
         lens, tables = cache.context_lens, cache.block_tables
         clock.start()
-        self.proposal.draft(start)
+        if self.drafter.is_here:
+            self.proposal.draft(start)
+        if self.drafter.audience is not None:
+            self.drafter.audience.broadcast(self.proposal.message)
         clock.mark("draft")
 
         tree = self.proposal.build(start)
@@ -106,10 +112,14 @@ class Cycle:
         clock.mark("accept")
 
         path = (out.accept_index, out.num_accepted)
-        compact(*path, lens, tables, cache.layers, [self.captured])
+        compact(*path, lens, tables, cache.layers, self.moved_rows)
         clock.mark("compact")
 
-        self._extend()
+        last = self.row_base + out.num_accepted
+        if self.drafter.is_here:
+            self._extend(last)
+        torch.index_select(out.tokens.view(-1), 0, last, out=start.root_tokens)
+        lens.add_((out.num_accepted + 1) * self.active)
         clock.mark("extend")
         return out
 
@@ -127,12 +137,12 @@ class Cycle:
             cache.context_lens,
         )
 
-    def _extend(self) -> None:
-        """Runs the drafter over the accepted rows with the target's features, and commits them.
+    def _extend(self, last: torch.Tensor) -> None:
+        """Runs the drafter over the accepted rows with the target's features.
 
         Row i pairs emitted token i with the stream captured at the i-th accepted node, one row for
         every emitted token. Rows past the bonus token are computed too and stay invisible: they
-        stand past the new length. The bonus row's output starts the next cycle's draft.
+        stand past the new length. The output of the bonus rows ``last [B]`` starts the next draft.
         """
         cache, drafter, start, out = self.cache, self.drafter, self.start, self.verified
         num_rows = out.tokens.shape[1]
@@ -147,11 +157,8 @@ class Cycle:
         )
         feature = drafter.fuse(self.captured[:, :num_rows].flatten(0, 1))
         feature, normed = drafter.forward(step, feature, cache.draft)
-        last = self.row_base + out.num_accepted
         torch.index_select(feature, 0, last, out=start.features)
         start.logits.copy_(drafter.logits(normed.index_select(0, last)))
-        torch.index_select(step.tokens.view(-1), 0, last, out=start.root_tokens)
-        cache.context_lens.add_((out.num_accepted + 1) * self.active)
 
 
 class PlainCycle:

@@ -146,6 +146,11 @@ class StaticDraft:
         shape = torch.tensor(parents, dtype=torch.int64, device=device)
         self.tree = link_tree(tokens, shape)
 
+    @property
+    def message(self) -> Tensor:
+        """What ranks without a drafter must be sent between ``draft`` and ``build``."""
+        return self.tree.tokens
+
     def draft(self, start: DraftStart) -> None:
         """Runs the drafter down the levels and writes the drafts' tokens; uses up ``start``."""
         drafter, cache, tree = self.drafter, self.cache, self.tree
@@ -214,7 +219,7 @@ class DynamicDraft:
         self, drafter: Drafter, cache: KVCache, batch: int, steps: int, topk: int, num_nodes: int
     ):
         self.drafter, self.cache, self.topk = drafter, cache, topk
-        self.num_nodes, self.max_depth = num_nodes, steps
+        self.num_nodes, self.max_depth = num_nodes, min(steps, num_nodes - 1)
         device = drafter.device
         self.num_live_levels = steps - 1
         self.rows = _Rows(cache, [topk] * self.num_live_levels)
@@ -223,10 +228,12 @@ class DynamicDraft:
         self.own_bits = [
             _own_bits(level * topk, topk, words).to(device) for level in range(self.num_live_levels)
         ]
+        # One block, so that it is sent as one message.
         pool = pool_size(steps, topk)
-        self.scores = torch.zeros(batch, pool, device=device)
-        self.candidates = torch.zeros(batch, pool, dtype=torch.int64, device=device)
-        self.parent_slots = torch.full((batch, pool), -1, dtype=torch.int64, device=device)
+        self.message = torch.zeros(3, batch, pool, dtype=torch.int64, device=device)
+        self.candidates, self.parent_slots = self.message[0], self.message[1].fill_(-1)
+        scores = self.message[2].view(torch.float32)
+        self.scores = scores.view(-1)[: batch * pool].view(batch, pool)
         self.first_live = torch.arange(topk, device=device).expand(batch, -1)
         self.row_base = torch.arange(batch, device=device).unsqueeze(1) * topk
         self.tree = DraftTree.allocate(batch, num_nodes, device)

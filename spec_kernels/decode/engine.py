@@ -12,7 +12,7 @@ from spec_kernels.decode.cycle import Cycle, PhaseClock, PlainCycle, causal_word
 from spec_kernels.decode.drafting import DraftPlan, DraftStart
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.sampling import SamplingParams, SamplingTensors
-from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.models.target import Target
 from spec_kernels.ops.tree_verify import tree_verify
@@ -57,7 +57,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | AbsentDrafter | None = None,
         plan: DraftPlan | None = None,
         *,
         max_tokens: int,
@@ -87,7 +87,8 @@ class Engine:
         if drafter is not None:
             proposal = plan.make(drafter, self.cache, batch)
             self.speculative = Cycle(target, drafter, self.cache, proposal, *shared)
-        self._prefill_capture = target.new_capture(chunk) if drafter is not None else None
+        self._drafts_here = drafter is not None and drafter.is_here
+        self._prefill_capture = target.new_capture(chunk) if self._drafts_here else None
 
     def generate(
         self,
@@ -171,7 +172,7 @@ class Engine:
         try:
             self.sampling.set(request, sampling or SamplingParams())
             first = self._prefill(
-                request, prompt, drafting, lambda x: self._choose(x, request, len(prompt) - 1)
+                request, prompt, drafting and self._drafts_here, lambda x: self._choose(x, request, len(prompt) - 1)
             )
         except BaseException:
             self.end(request)

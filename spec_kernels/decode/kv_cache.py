@@ -42,7 +42,7 @@ class KVCache:
 
     Args:
         target: makes the target's cache (``new_cache``).
-        drafter: makes the drafter's, or None.
+        drafter: makes the drafter's; None, or one that is not here, has no cache.
         batch: requests.
         max_tokens: most tokens one request may hold, drafts in flight included.
         page_size: tokens a page.
@@ -75,7 +75,8 @@ class KVCache:
         self.pool = PagePool(num_pages)
         self.target = target.new_cache(num_pages, page_size)
         self.layers = list(self.target)
-        self.draft = drafter.new_cache(num_pages, page_size) if drafter is not None else None
+        has_drafter = drafter is not None and drafter.is_here
+        self.draft = drafter.new_cache(num_pages, page_size) if has_drafter else None
         device = self.target.device
         self.block_tables = torch.zeros(batch, pages_each, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(batch, dtype=torch.int64, device=device)

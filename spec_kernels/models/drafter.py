@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels.comm import Communicator
+from spec_kernels.comm.policy import num_cores
 from spec_kernels.models.config import NUM_CAPTURED_LAYERS, DrafterConfig
 from spec_kernels.models.layers import (
     DenseMLP,
@@ -25,7 +26,35 @@ _ops = torch.ops.spec_kernels
 
 # Below this a rank computes the whole drafter: at a few rows two all-reduces a step cost more.
 REPLICATED_DRAFTER_BYTES = 64 * 2**20
-PARALLEL_MODES = ("auto", "tp", "replicated")
+PARALLEL_MODES = ("auto", "tp", "replicated", "leader")
+
+
+def choose_parallel(config: DrafterConfig, comm: Communicator, dtype: torch.dtype, device) -> str:
+    """How ``"auto"`` shares a drafter; the same answer on every rank of a machine.
+
+    CPU ranks that outnumber the cores take turns, so work that all repeat costs as often as there
+    are ranks: one drafts for all. Otherwise a small drafter runs whole on every rank, where nobody
+    waits for anybody, and a large one is split.
+    """
+    if comm.world_size == 1:
+        return "replicated"
+    if torch.device(device).type == "cpu" and comm.world_size > num_cores():
+        return "leader"
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    rows = 3 * config.intermediate_size + 2 * heads * config.head_dim + config.draft_vocab_size
+    num_bytes = config.hidden_size * rows * dtype.itemsize
+    return "replicated" if num_bytes <= REPLICATED_DRAFTER_BYTES else "tp"
+
+
+class AbsentDrafter:
+    """Stands for the drafter on ranks that take their drafts from rank 0."""
+
+    is_here = False
+
+    def __init__(self, config: DrafterConfig, target):
+        self.config, self.dtype, self.device = config, target.dtype, target.device
+        self.captured_layers = target.captured_layers
+        self.audience = target.comm
 
 
 def _pairs_first(weight: Tensor, head_dim: int) -> Tensor:
@@ -78,13 +107,20 @@ class Drafter:
         comm: the target's ranks.
         dtype: float32 or bfloat16.
         parallel: ``"tp"`` splits heads, intermediate and vocabulary over the ranks;
-            ``"replicated"`` computes everything on each rank, with no exchange; ``"auto"``
-            replicates a drafter of at most ``REPLICATED_DRAFTER_BYTES``.
+            ``"replicated"`` computes everything on each rank, with no exchange; ``"leader"`` too,
+            but on rank 0 alone, which then broadcasts its drafts (``load`` gives the other ranks
+            an ``AbsentDrafter``); ``"auto"``: see ``choose_parallel``.
+
+    Attributes:
+        is_here: whether this rank runs the drafter.
+        audience: the ranks to which drafts are broadcast, or None if all have their own.
 
     Raises:
         ValueError: a tensor is missing, left over or of another shape; a reduced vocabulary comes
             without d2t; d2t leads outside the vocabulary; ranks do not divide a dimension.
     """
+
+    is_here = True
 
     def __init__(
         self,
@@ -102,10 +138,8 @@ class Drafter:
         self.captured_layers = config.captured_layers(num_target_layers)
         hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
         if parallel == "auto":
-            heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-            elements = hidden * (3 * inner + 2 * heads * dim + config.draft_vocab_size)
-            small = elements * dtype.itemsize <= REPLICATED_DRAFTER_BYTES
-            parallel = "replicated" if small else "tp"
+            parallel = choose_parallel(config, comm, dtype, self.device)
+        self.audience = comm if parallel == "leader" and comm.world_size > 1 else None
         self.comm = comm if parallel == "tp" else Communicator.single()
         shard = Shard(self.comm.rank, self.comm.world_size)
 
@@ -201,7 +235,7 @@ class Drafter:
         target,
         parallel: str = "auto",
         config: DrafterConfig | None = None,
-    ) -> Drafter:
+    ) -> Drafter | AbsentDrafter:
         """Reads the drafter of ``directory`` for ``target`` (a ``Target``): its ranks and dtype.
 
         ValueError if the two do not fit: hidden size, vocabulary, captured layers.
@@ -219,6 +253,10 @@ class Drafter:
             raise ValueError(
                 f"drafter config: captured layers {ids}: the target captures {target.captured_layers}"
             )
+        if parallel == "auto":
+            parallel = choose_parallel(config, target.comm, target.dtype, target.device)
+        if parallel == "leader" and target.comm.rank:
+            return AbsentDrafter(config, target)
         weights = Checkpoint(directory, DRAFTER_PREFIXES, device=target.device)
         return cls(
             config,
