@@ -26,7 +26,7 @@ from spec_kernels.training.workers import SINGLE, Workers
 REPEAT_SHARE = 0.5
 _SHORTEST, _LONGEST = 4, 64
 # Of the learning rate that the target was trained with.
-RATE_SHARE = 0.3
+RATE_SHARE = 0.5
 
 
 class Repeats:

@@ -65,7 +65,7 @@ def uses_muon(name: str, parameter: torch.Tensor) -> bool:
 def held_out_loss(
     model: Target, ids: np.ndarray, context: int = EVALUATION_CONTEXT, batch: int = 16
 ) -> float:
-    """Mean nats a token over evenly spaced windows of ``context`` tokens, fewer if ids are short."""
+    """Mean nats a token over evenly spaced windows of ``context`` tokens, or what there is."""
     context = min(context, len(ids) - 1)
     available = (len(ids) - 1) // context
     starts = np.linspace(0, available - 1, min(available, EVALUATION_WINDOWS)).astype(int)
