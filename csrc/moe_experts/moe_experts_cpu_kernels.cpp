@@ -303,10 +303,11 @@ void amx_block(const MoeProduct& p, const bf16* x, int64_t first_row) {
   if (k < p.depth) {
     // The end of a weight row is not a multiple of the tile: a copy padded with zeros, since what
     // follows in memory may be anything, or nothing.
-    alignas(64) bf16 tail[kMoeBlock * kMoePackDepth] = {};
+    alignas(64) bf16 tail[kMoeBlock * kMoePackDepth];
+    const auto mask = static_cast<__mmask32>((1u << (p.depth - k)) - 1);
     for (int64_t o = 0; o < p.num_outs; ++o) {
-      std::memcpy(tail + o * kMoePackDepth, w + o * p.w_stride + k,
-                  static_cast<size_t>(p.depth - k) * sizeof(bf16));
+      _mm512_store_si512(tail + o * kMoePackDepth,
+                         _mm512_maskz_loadu_epi16(mask, w + o * p.w_stride + k));
     }
     amx_step<kTwoW, kTwoX>(tail, kMoePackDepth * 2, x0 + k * rows0, rows0 * 4, x1 + k * rows1,
                            rows1 * 4);
