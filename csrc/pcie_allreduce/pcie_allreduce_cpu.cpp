@@ -64,6 +64,11 @@ void check_apart(const char* op, const char* name, const Tensor& a, const Tensor
            "memory apart from the other tensors", "an overlap");
 }
 
+// An empty tensor may have no address, which memcpy must not be given.
+void copy_bytes(void* to, const void* from, int64_t num) {
+  if (num > 0) std::memcpy(to, from, static_cast<size_t>(num));
+}
+
 int64_t num_bytes(const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); }
 
 // One collective call of one rank: its place in the row of steps, its waits, and its part in
@@ -152,7 +157,7 @@ class Call {
     // its slot.
     const bool alone =
         num_blocks <= 1 && h_.arrivals.value.load(std::memory_order_acquire) + 1 == target();
-    if (!alone) std::memcpy(slot(rank_), input, bytes);
+    if (!alone) copy_bytes(slot(rank_), input, bytes);
     // Said before it is known, so that a last rank that stops right after arriving is named.
     line_.working.store(step_ + 1, std::memory_order_relaxed);
     if (arrive()) {
@@ -181,7 +186,7 @@ class Call {
       if (h_.progress.value.load(std::memory_order_acquire) == opened) work();
     }
     await(h_.progress.value, published, "reduce");
-    std::memcpy(output, result(), bytes);
+    copy_bytes(output, result(), bytes);
   }
 
  private:
@@ -315,8 +320,7 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   if (input.data_ptr() != out.data_ptr()) check_apart(op, "out", out, input);
   const int64_t bytes = num_bytes(input);
   if (world_size == 1) {
-    if (bytes && input.data_ptr() != out.data_ptr())
-      std::memcpy(out.data_ptr(), input.data_ptr(), bytes);
+    if (input.data_ptr() != out.data_ptr()) copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
     return;
   }
   Header& header = checked_header(op, workspace, rank, world_size);
@@ -348,7 +352,7 @@ void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, i
   check_apart(op, "out", out, input);
   const int64_t bytes = num_bytes(input);
   if (world_size == 1) {
-    if (bytes) std::memcpy(out.data_ptr(), input.data_ptr(), bytes);
+    copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
     return;
   }
   Header& header = checked_header(op, workspace, rank, world_size);
@@ -357,11 +361,11 @@ void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, i
   Call call(Op::kAllGather, header, rank, timeout_ms, call_info(Op::kAllGather, input));
   call.for_chunks(bytes, 1, [&](int64_t begin, int64_t num) {
     const char* mine = static_cast<const char*>(input.data_ptr()) + begin;
-    std::memcpy(call.slot(static_cast<uint32_t>(rank)), mine, num);
+    copy_bytes(call.slot(static_cast<uint32_t>(rank)), mine, num);
     call.meet();
     for (int64_t r = 0; r < world_size; ++r) {
-      std::memcpy(static_cast<char*>(out.data_ptr()) + r * bytes + begin,
-                  r == rank ? mine : call.slot(static_cast<uint32_t>(r)), num);
+      copy_bytes(static_cast<char*>(out.data_ptr()) + r * bytes + begin,
+                 r == rank ? mine : call.slot(static_cast<uint32_t>(r)), num);
     }
   });
 }
@@ -380,9 +384,9 @@ void pcie_broadcast(Tensor tensor, int64_t src, Tensor workspace, int64_t rank, 
   Call call(Op::kBroadcast, header, rank, timeout_ms, call_info(Op::kBroadcast, tensor, src));
   call.for_chunks(num_bytes(tensor), 1, [&](int64_t begin, int64_t num) {
     char* mine = static_cast<char*>(tensor.data_ptr()) + begin;
-    if (src == rank) std::memcpy(call.slot(static_cast<uint32_t>(src)), mine, num);
+    if (src == rank) copy_bytes(call.slot(static_cast<uint32_t>(src)), mine, num);
     call.meet();
-    if (src != rank) std::memcpy(mine, call.slot(static_cast<uint32_t>(src)), num);
+    if (src != rank) copy_bytes(mine, call.slot(static_cast<uint32_t>(src)), num);
   });
 }
 

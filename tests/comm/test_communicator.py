@@ -236,7 +236,7 @@ def test_case_36_killed_rank_is_named_at_once(sig):
         assert f"pcie_allreduce: rank {rank} of 4: rank 2 died (epoch " in text and "phase" in text
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["spinning", "blocks"])
 def test_case_36_stopped_rank_is_named_after_the_timeout(policy):
     def worker(comm):
         x = torch.ones(100)
@@ -247,11 +247,11 @@ def test_case_36_stopped_rank_is_named_after_the_timeout(policy):
 
         return outcome(comm, forever)
 
-    with RankGroup(worker, 3, timeout_ms=400, policy=POLICIES[policy]) as ranks:
+    with RankGroup(worker, 3, timeout_ms=1500, policy=POLICIES[policy]) as ranks:
         time.sleep(0.3)
         os.kill(ranks.pids[1], signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=r"\[1\]"):
-            ranks.wait(2, stop_on_failure=False)
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] still run"):
+            ranks.wait(3, stop_on_failure=False)
         os.kill(ranks.pids[1], signal.SIGCONT)
         outcomes = ranks.wait(TIMEOUT, stop_on_failure=False)
     for o in outcomes:
@@ -266,9 +266,9 @@ def test_rank_that_never_binds_is_named():
 
     def config(rank):
         if rank == 1:
-            time.sleep(1.5)
+            time.sleep(3)
 
-    with RankGroup(worker, 3, config=config, timeout_ms=300) as ranks:
+    with RankGroup(worker, 3, config=config, timeout_ms=1500) as ranks:
         outcomes = ranks.wait(TIMEOUT, stop_on_failure=False)
     for o in outcomes:
         assert "rank 1 did not arrive" in o.error
