@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_kernels.training.optim import Optimizer, learning_rate
+from spec_kernels.training.optim import Optimizer
 from spec_kernels.training.workers import SINGLE, Workers
 
 _CHECKPOINT_SECONDS = 180.0
@@ -55,12 +55,12 @@ class Batches:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When the learning rate falls and the run ends, in steps or in minutes.
+    """The learning rate over a run of ``num_steps`` steps, or of ``minutes`` of training time.
 
-    With minutes, the fall starts when ``decay_share`` of the time is left, and the number of steps
-    is then fixed from the measured speed; both are kept in the checkpoint.
+    It warms up over ``warmup`` steps, stays at ``peak``, and falls linearly to final_share * peak
+    over the last ``decay_share`` of the run.
     """
 
     peak: float
@@ -69,33 +69,26 @@ class Schedule:
     warmup: int = 50
     decay_share: float = 0.4
     final_share: float = 0.0
-    decay_start: int | None = None
 
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.minutes is None):
             raise ValueError("schedule: expected either a number of steps or minutes")
-        if self.num_steps is not None and self.decay_start is None:
-            self.warmup = min(self.warmup, self.num_steps // 4)
-            self.decay_start = self.num_steps - int(self.num_steps * self.decay_share)
 
-    def update(self, step: int, seconds: float) -> None:
-        """Fixes the end of a run measured in minutes once its decay is due."""
-        if self.decay_start is not None or not step:
-            return
-        left = self.minutes * 60.0 - seconds
-        if left <= self.decay_share * self.minutes * 60.0:
-            self.decay_start = step
-            self.num_steps = step + max(int(left / (seconds / step)), 1)
+    def progress(self, step: int, seconds: float) -> float:
+        """The share of the run that is over."""
+        if self.num_steps is not None:
+            return step / self.num_steps
+        return seconds / (self.minutes * 60.0)
 
-    def rate(self, step: int) -> float:
-        if self.decay_start is None:
-            return learning_rate(step, self.peak, self.warmup, step + 1, step + 2)
-        return learning_rate(
-            step, self.peak, self.warmup, self.decay_start, self.num_steps, self.final_share
-        )
+    def rate(self, step: int, seconds: float) -> float:
+        warmup = self.warmup if self.num_steps is None else min(self.warmup, self.num_steps // 4)
+        left = max(1.0 - self.progress(step, seconds), 0.0)
+        fallen = min(left / self.decay_share, 1.0)
+        rate = self.peak * (self.final_share + (1.0 - self.final_share) * fallen)
+        return rate * min((step + 1) / max(warmup, 1), 1.0)
 
-    def is_done(self, step: int) -> bool:
-        return self.num_steps is not None and step >= self.num_steps
+    def is_done(self, step: int, seconds: float) -> bool:
+        return self.progress(step, seconds) >= 1.0
 
 
 @dataclasses.dataclass
@@ -126,29 +119,22 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimizer: Optimizer,
     counters: Counters,
-    schedule: Schedule,
 ) -> None:
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "counters": dataclasses.asdict(counters),
-        "schedule": dataclasses.asdict(schedule),
         "rng": torch.get_rng_state(),
     }
     _replace(path, lambda temporary: torch.save(state, temporary))
 
 
-def load_checkpoint(
-    path: Path, model: torch.nn.Module, optimizer: Optimizer, schedule: Schedule
-) -> Counters:
-    """Restores all of it in place; the schedule keeps the decay that was fixed before the stop."""
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: Optimizer) -> Counters:
+    """Restores all of it in place."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
-    saved = state["schedule"]
-    if schedule.minutes is not None and saved["decay_start"] is not None:
-        schedule.decay_start, schedule.num_steps = saved["decay_start"], saved["num_steps"]
     return Counters(**state["counters"])
 
 
@@ -204,7 +190,7 @@ def run(
     counters = Counters()
     is_resumed = resume and checkpoint.is_file()
     if is_resumed:
-        counters = load_checkpoint(checkpoint, model, optimizer, schedule)
+        counters = load_checkpoint(checkpoint, model, optimizer)
     is_first = workers.rank == 0
     log = Log(out / f"{stage}.jsonl", is_resumed, is_silent=not is_first)
     last_saved = started = time.monotonic()
@@ -213,7 +199,7 @@ def run(
     since, window_start, window_tokens = 0, started, 0
     stop = None if stop_after is None else counters.step + stop_after
     model.train()
-    while not schedule.is_done(counters.step) and counters.step != stop:
+    while not schedule.is_done(counters.step, counters.seconds) and counters.step != stop:
         result = step_of(workers.part(batches.at(counters.num_tokens)))
         (result.loss / workers.size).backward()
         # The first worker's clock is the one that counts, so that all end at the same step.
@@ -221,7 +207,7 @@ def run(
         clock = torch.tensor(seconds if is_first else 0.0)
         loads = [load.float() for load in result.loads]
         workers.sum_([*optimizer.gradients(), *loads, clock])
-        rate = schedule.rate(counters.step)
+        rate = schedule.rate(counters.step, clock.item())
         norm = optimizer.step(rate)
         if balance is not None:
             balance(loads)
@@ -233,8 +219,7 @@ def run(
         for key, value in result.report.items():
             value = torch.as_tensor(value).detach().double()
             sums[key] = sums[key] + value if key in sums else value
-        schedule.update(counters.step, counters.seconds)
-        is_done = schedule.is_done(counters.step)
+        is_done = schedule.is_done(counters.step, counters.seconds)
         if counters.step % _LOG_EVERY == 0 or is_done:
             now = time.monotonic()
             log.write(
@@ -257,9 +242,9 @@ def run(
                 log.write({"stage": stage, "step": counters.step, **evaluate()})
             model.train()
         if is_first and time.monotonic() - last_saved > _CHECKPOINT_SECONDS:
-            save_checkpoint(checkpoint, model, optimizer, counters, schedule)
+            save_checkpoint(checkpoint, model, optimizer, counters)
             last_saved = time.monotonic()
     if is_first:
-        save_checkpoint(checkpoint, model, optimizer, counters, schedule)
+        save_checkpoint(checkpoint, model, optimizer, counters)
     log.close()
     return counters

@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest, and the learning-rate schedule."""
+"""Muon for the matrices, AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -121,15 +121,3 @@ class Optimizer:
             for name, value in saved.items():
                 mine[name].copy_(value)
         self.num_steps = state["num_steps"]
-
-
-def learning_rate(
-    step: int, peak: float, warmup: int, decay_start: int, num_steps: int, final_share: float = 0.0
-) -> float:
-    """Warm up, stay, then fall linearly to final_share * peak between decay_start and num_steps."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if step < decay_start:
-        return peak
-    left = max(num_steps - step, 0) / max(num_steps - decay_start, 1)
-    return peak * (final_share + (1.0 - final_share) * left)

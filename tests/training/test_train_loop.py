@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spec_kernels.training import drafter, export, generate, loop, target, workers
-from spec_kernels.training.optim import Optimizer, learning_rate, orthogonalise
+from spec_kernels.training.optim import Optimizer, orthogonalise
 
 
 def _train(out, config, **changes):
@@ -17,20 +17,21 @@ def _train(out, config, **changes):
 
 
 def test_learning_rate_by_hand():
-    rates = [learning_rate(s, 1.0, 2, 4, 8) for s in range(9)]
+    schedule = loop.Schedule(1.0, num_steps=8, warmup=2, decay_share=0.5)
+    rates = [schedule.rate(step, 0.0) for step in range(9)]
     assert rates == [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    assert learning_rate(6, 2.0, 2, 4, 8, 0.5) == 1.5 and learning_rate(8, 2.0, 2, 4, 8, 0.5) == 1.0
+    assert schedule.is_done(8, 0.0) and not schedule.is_done(7, 1e9)
+    schedule = loop.Schedule(2.0, num_steps=8, warmup=0, decay_share=0.5, final_share=0.5)
+    assert schedule.rate(0, 0.0) == 2.0 and schedule.rate(6, 0.0) == 1.5
+    assert schedule.rate(8, 0.0) == 1.0
 
 
-def test_schedule_in_minutes_fixes_its_end_when_decay_is_due():
+def test_a_schedule_in_minutes_goes_by_the_clock():
     schedule = loop.Schedule(1.0, minutes=10.0, warmup=2, decay_share=0.4)
-    schedule.update(100, 300.0)
-    assert schedule.decay_start is None and not schedule.is_done(100)
-    schedule.update(120, 360.0)
-    assert (schedule.decay_start, schedule.num_steps) == (120, 200)
-    schedule.update(150, 600.0)
-    assert schedule.num_steps == 200
-    assert schedule.rate(120) == 1.0 and schedule.rate(160) == 0.5 and schedule.is_done(200)
+    assert schedule.rate(0, 400.0) == pytest.approx(0.5 * (200 / 600) / 0.4)
+    assert schedule.rate(100, 360.0) == 1.0
+    assert schedule.rate(7, 480.0) == pytest.approx(0.5)
+    assert schedule.is_done(7, 600.0) and not schedule.is_done(10**6, 599.0)
     with pytest.raises(ValueError, match="either a number of steps or minutes"):
         loop.Schedule(1.0)
 
