@@ -159,7 +159,9 @@ def _check(args: argparse.Namespace) -> Job:
     if not args.timeout > 0:
         raise ValueError(f"--timeout: expected a number > 0, got {args.timeout}")
     if (args.target is None) != (args.drafter is None):
-        given, other = ("--target", "--drafter") if args.drafter is None else ("--drafter", "--target")
+        given, other = (
+            ("--target", "--drafter") if args.drafter is None else ("--drafter", "--target")
+        )
         raise ValueError(f"{given}: a checkpoint of one's own needs {other} too")
     try:
         device = torch.device(args.device)
@@ -171,16 +173,16 @@ def _check(args: argparse.Namespace) -> Job:
         if not torch.cuda.is_available():
             raise ValueError("--device: cuda: this torch finds no CUDA device")
         if tp > 1:
-            raise ValueError("--device: cuda: several ranks on GPUs are not supported yet; use --tp 1")
+            raise ValueError(
+                "--device: cuda: several ranks on GPUs are not supported yet; use --tp 1"
+            )
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
 
     kind = args.tree if args.tree != "auto" else "chain" if args.topk == 1 else "dynamic"
     plan = DraftPlan(kind, args.draft_steps, args.topk, args.num_nodes)
-    temperatures = (
-        [0.0, SECOND_TEMPERATURE] if args.temperature is None else [args.temperature]
-    )
+    temperatures = [0.0, SECOND_TEMPERATURE] if args.temperature is None else [args.temperature]
     passes = [
         Pass(
             "greedy" if t == 0 else f"temperature {t:g}",
@@ -347,9 +349,7 @@ def _decode(comm, job: Job, engine) -> dict:
         rows = []
         for prompt in job.prompts:
             options = {"sampling": one.sampling, "stop_ids": job.stop_ids}
-            plain = engine.generate(
-                prompt.ids, job.max_new_tokens, speculative=False, **options
-            )
+            plain = engine.generate(prompt.ids, job.max_new_tokens, speculative=False, **options)
             if show:
                 show.prompt(prompt, one)
             speculative = engine.generate(
@@ -540,9 +540,15 @@ def render(report: dict) -> str:
             d = prompt["first_difference"]
             if d is None:
                 continue
-            gap = "one text ends there" if d["logit_gap"] is None else (
-                f"plain chose {d['plain']}, speculative {d['speculative']}, logit gap "
-                f"{d['logit_gap']:.3g}"
+            gap = (
+                "one text ends there"
+                if d["logit_gap"] is None
+                else (
+                    f"plain chose {d['plain']}, speculative {d['speculative']}, logit gap "
+                    f"{d['logit_gap']:.3g}"
+                )
             )
-            rows.append(f"  {prompt['name']}, {p['name']}: differs at new token {d['index']}: {gap}")
+            rows.append(
+                f"  {prompt['name']}, {p['name']}: differs at new token {d['index']}: {gap}"
+            )
     return "\n".join(rows)

@@ -245,7 +245,10 @@ class DynamicDraft:
         scores, tokens = self._best(start.logits)
         self._put(0, scores, tokens, None)
         feature = start.features.repeat_interleave(k, 0)
-        live, ancestors = self.first_live, self.own_bits[0].expand(batch, -1, -1) if self.own_bits else None
+        live, ancestors = (
+            self.first_live,
+            self.own_bits[0].expand(batch, -1, -1) if self.own_bits else None,
+        )
         rows = self.rows.split()
         for level in range(self.num_live_levels):
             positions, slots = rows[level]

@@ -74,9 +74,7 @@ class Engine:
         self.slack = 1
         if drafter is not None:
             self.slack = max(plan.num_nodes, plan.num_draft_rows, plan.steps + 1)
-        self.cache = KVCache(
-            target, drafter, batch, max_tokens + self.slack, page_size, num_pages
-        )
+        self.cache = KVCache(target, drafter, batch, max_tokens + self.slack, page_size, num_pages)
         device = target.device
         self.start = DraftStart.allocate(drafter, batch, device)
         self.active = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -172,7 +170,10 @@ class Engine:
         try:
             self.sampling.set(request, sampling or SamplingParams())
             first = self._prefill(
-                request, prompt, drafting and self._drafts_here, lambda x: self._choose(x, request, len(prompt) - 1)
+                request,
+                prompt,
+                drafting and self._drafts_here,
+                lambda x: self._choose(x, request, len(prompt) - 1),
             )
         except BaseException:
             self.end(request)

@@ -29,7 +29,9 @@ class SamplingParams:
     def __post_init__(self):
         def check(name: str, ok: bool, expected: str) -> None:
             if not ok:
-                raise ValueError(f"sampling: {name}: expected {expected}, got {getattr(self, name)}")
+                raise ValueError(
+                    f"sampling: {name}: expected {expected}, got {getattr(self, name)}"
+                )
 
         finite = math.isfinite(self.temperature)
         check("temperature", finite and self.temperature >= 0, "a finite number >= 0")

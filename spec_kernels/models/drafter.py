@@ -133,7 +133,9 @@ class Drafter:
         parallel: str = "auto",
     ):
         if parallel not in PARALLEL_MODES:
-            raise ValueError(f"drafter: parallel: expected one of {PARALLEL_MODES}, got {parallel!r}")
+            raise ValueError(
+                f"drafter: parallel: expected one of {PARALLEL_MODES}, got {parallel!r}"
+            )
         self.config, self.dtype, self.device = config, dtype, weights.device
         self.captured_layers = config.captured_layers(num_target_layers)
         hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
@@ -168,9 +170,7 @@ class Drafter:
             return weights.read(f"{name}.weight", (size,), dtype)
 
         features = config.target_hidden_size
-        self.fc_t = weights.read(
-            "fc.weight", (hidden, NUM_CAPTURED_LAYERS * features), dtype
-        ).t()
+        self.fc_t = weights.read("fc.weight", (hidden, NUM_CAPTURED_LAYERS * features), dtype).t()
         self.feature_norms = []
         if config.fc_norm:
             self.feature_norms = [
@@ -181,7 +181,9 @@ class Drafter:
             self.joint_norm = vector("input_norm", NUM_CAPTURED_LAYERS * features)
         self.embedding = embedding
         if "embed_tokens.weight" in weights:
-            self.embedding = Embedding(weights, "embed_tokens.weight", config, shard, self.comm, dtype)
+            self.embedding = Embedding(
+                weights, "embed_tokens.weight", config, shard, self.comm, dtype
+            )
         elif hidden != features:
             raise ValueError(
                 f"{weights.directory}: embed_tokens.weight: expected embeddings of {hidden}, since the "
@@ -247,7 +249,9 @@ class Drafter:
             ("vocab_size", config.vocab_size, theirs.vocab_size),
         ):
             if ours != wanted:
-                raise ValueError(f"drafter config: {name}: expected {wanted} as the target, got {ours}")
+                raise ValueError(
+                    f"drafter config: {name}: expected {wanted} as the target, got {ours}"
+                )
         ids = config.captured_layers(theirs.num_hidden_layers)
         if target.captured_layers != ids:
             raise ValueError(

@@ -78,10 +78,14 @@ class RotatedRows:
 
     def __init__(self, source: Tensor, out: Tensor):
         self.source, self.out = source, out
-        even = all(s % 2 == 0 for t in (source, out) for s in (*t.stride()[:-1], t.storage_offset()))
+        even = all(
+            s % 2 == 0 for t in (source, out) for s in (*t.stride()[:-1], t.storage_offset())
+        )
         self.complex = None
         if source.dtype == torch.float32 and even:
-            self.complex = tuple(torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (source, out))
+            self.complex = tuple(
+                torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (source, out)
+            )
 
     def apply(self, angles: tuple[Tensor, Tensor, Tensor]) -> None:
         cos, sin, rotation = angles
@@ -143,7 +147,9 @@ class LMHead:
 class DenseMLP:
     """SwiGLU: ``down(silu(gate(x)) * up(x))``, intermediate split by rank. The sum over ranks is due."""
 
-    def __init__(self, weights: Checkpoint, prefix: str, hidden: int, inner: int, shard: Shard, dtype):
+    def __init__(
+        self, weights: Checkpoint, prefix: str, hidden: int, inner: int, shard: Shard, dtype
+    ):
         rows = shard.of(inner, f"{prefix} intermediate size")
         gate = weights.read(f"{prefix}.gate_proj.weight", (inner, hidden), dtype, rows=rows)
         up = weights.read(f"{prefix}.up_proj.weight", (inner, hidden), dtype, rows=rows)
@@ -178,7 +184,9 @@ class MoE:
             self.gate_up[e, :share] = weights.read(
                 f"{name}.gate_proj.weight", shape, dtype, rows=rows
             )
-            self.gate_up[e, share:] = weights.read(f"{name}.up_proj.weight", shape, dtype, rows=rows)
+            self.gate_up[e, share:] = weights.read(
+                f"{name}.up_proj.weight", shape, dtype, rows=rows
+            )
             self.down[e] = weights.read(
                 f"{name}.down_proj.weight", (hidden, inner), dtype, columns=rows
             )
@@ -250,7 +258,9 @@ class MLABuffers:
             wide[:, q_rank + rank : down + num_heads * rope].unflatten(1, (1 + num_heads, rope)),
             rows[:, rank:].unflatten(1, (1 + num_heads, rope)),
         )
-        self.q_nope = wide[:, down + num_heads * rope :].unflatten(1, (num_heads, nope)).transpose(0, 1)
+        self.q_nope = (
+            wide[:, down + num_heads * rope :].unflatten(1, (num_heads, nope)).transpose(0, 1)
+        )
         self.q_latent = new(batch, nodes, num_heads, rank)
         self.q_latent_by_head = self.q_latent.view(num_rows, num_heads, rank).transpose(0, 1)
         self.attended = new(batch, nodes, num_heads, rank)
@@ -291,7 +301,10 @@ class MLA:
         parts = (q_b[:, nope:].reshape(-1, q_rank), q_b[:, :nope].reshape(-1, q_rank))
         self.q_b_t = torch.cat(parts).t()
         kv_b = weights.read(
-            f"{prefix}.kv_b_proj.weight", (heads * (nope + v_dim), rank), dtype, rows=of_heads(nope + v_dim)
+            f"{prefix}.kv_b_proj.weight",
+            (heads * (nope + v_dim), rank),
+            dtype,
+            rows=of_heads(nope + v_dim),
         ).view(local, nope + v_dim, rank)
         self.w_uk = kv_b[:, :nope].contiguous()
         self.w_uv = kv_b[:, nope:].transpose(1, 2).contiguous()
@@ -308,7 +321,14 @@ class MLA:
         self.scale = softmax_scale(config.rope, config.qk_head_dim)
 
     def forward(
-        self, x: Tensor, step: Step, slots: Tensor, angles, cache: Tensor, buffers: MLABuffers, out: Tensor
+        self,
+        x: Tensor,
+        step: Step,
+        slots: Tensor,
+        angles,
+        cache: Tensor,
+        buffers: MLABuffers,
+        out: Tensor,
     ) -> None:
         """``x [T, H]`` -> ``out [T, H]``; writes the rows' latents to ``cache [P, page, R + Dr]``."""
         b = buffers

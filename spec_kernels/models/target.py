@@ -80,7 +80,9 @@ class Target:
                 f"target: captured_layers: expected ids in [0, {num_layers}], got {captured_layers}"
             )
         if len(set(captured_layers)) != len(captured_layers):
-            raise ValueError(f"target: captured_layers: expected different ids, got {captured_layers}")
+            raise ValueError(
+                f"target: captured_layers: expected different ids, got {captured_layers}"
+            )
         self.config, self.comm, self.dtype = config, comm, dtype
         self.device = weights.device
         self.captured_layers = tuple(captured_layers)

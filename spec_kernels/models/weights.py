@@ -80,7 +80,9 @@ class Checkpoint:
         for path, published in self._list():
             if published.startswith(skipped):
                 continue
-            own = next(new + published[len(old) :] for old, new in prefixes if published.startswith(old))
+            own = next(
+                new + published[len(old) :] for old, new in prefixes if published.startswith(old)
+            )
             if own in self._where:
                 other = self._where[own][1]
                 raise ValueError(f"{path}: {published}: the same tensor as {other}")
@@ -94,7 +96,9 @@ class Checkpoint:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 pairs = [(self.directory / file, name) for name, file in weight_map.items()]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index}: expected JSON with a weight_map, got: {error!r}") from error
+                raise ValueError(
+                    f"{index}: expected JSON with a weight_map, got: {error!r}"
+                ) from error
             for path in {path for path, _ in pairs}:
                 held = set(self._open(path).keys())
                 for name in (name for where, name in pairs if where == path):

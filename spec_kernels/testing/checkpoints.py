@@ -74,7 +74,9 @@ DRAFTER = {
 }
 
 
-def target_tensors(config: dict[str, Any], seed: int = 0, gain: float = 1.0) -> dict[str, torch.Tensor]:
+def target_tensors(
+    config: dict[str, Any], seed: int = 0, gain: float = 1.0
+) -> dict[str, torch.Tensor]:
     """Random float32 tensors under their published names; ``gain`` scales the projections."""
     g = torch.Generator().manual_seed(seed)
     c = config

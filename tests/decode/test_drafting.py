@@ -63,7 +63,9 @@ def brute_force(engine, prompt, root, path):
     return [logits.float().log_softmax(-1) for logits in seen[: len(path) + 1]]
 
 
-@pytest.mark.parametrize("plan", [PLANS["static"], PLANS["dynamic"], DraftPlan("dynamic", 4, 2, 15)])
+@pytest.mark.parametrize(
+    "plan", [PLANS["static"], PLANS["dynamic"], DraftPlan("dynamic", 4, 2, 15)]
+)
 def test_case_21_a_chain_inside_a_tree_equals_the_chain_alone(tiny, plan):
     """Every node of the tree is among the best successors of its own path, drafted by itself."""
     engine = tiny.engine(plan)
@@ -84,7 +86,9 @@ def test_the_chain_takes_the_best_each_time(tiny):
     tree = drafted(engine, PROMPTS[1])
     path = tuple(tree.tokens[0, 1:].tolist())
     ids = engine.drafter.target_ids
-    for depth, log_probs in enumerate(brute_force(engine, PROMPTS[1], int(tree.tokens[0, 0]), path)[:-1]):
+    for depth, log_probs in enumerate(
+        brute_force(engine, PROMPTS[1], int(tree.tokens[0, 0]), path)[:-1]
+    ):
         assert int(ids[log_probs.argmax()]) == path[depth]
 
 

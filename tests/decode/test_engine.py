@@ -98,7 +98,9 @@ def test_sampling_keeps_the_targets_distribution(tiny):
 
     first = probabilities(prompt)
     exact = sum(
-        first[token] * probabilities([*prompt, token]) for token in range(len(first)) if first[token] > 1e-4
+        first[token] * probabilities([*prompt, token])
+        for token in range(len(first))
+        if first[token] > 1e-4
     )
     counts = torch.zeros_like(exact)
     accepted = 0
@@ -122,7 +124,9 @@ def test_exact_replay(tiny):
     layers = engine.drafter.captured_layers
     for prompt in PROMPTS[:2]:
         speculative = engine.generate(prompt, NEW)
-        text = torch.tensor([prompt + engine.generate(prompt, NEW + steps, speculative=False).tokens])
+        text = torch.tensor(
+            [prompt + engine.generate(prompt, NEW + steps, speculative=False).tokens]
+        )
         right = evaluate.ttt_right(dense, drafter, layers, text, steps)[:, 0]
         predicted, row = [], len(prompt) - 1
         accepted = right.cumprod(0).sum(0).tolist()
@@ -200,7 +204,11 @@ def test_case_05_padding_writes_nothing_and_a_smaller_batch_equals_a_fresh_one(t
         at = torch.arange(len(PROMPTS[0]) + len(tokens) - 1).expand(3, -1)
         rows = engine.cache.rows(at)[0]
         outputs.append(
-            (tokens, engine.cache.target.flatten(1, 2)[:, rows], engine.cache.draft.flatten(0, 1)[rows])
+            (
+                tokens,
+                engine.cache.target.flatten(1, 2)[:, rows],
+                engine.cache.draft.flatten(0, 1)[rows],
+            )
         )
     assert outputs[0][0] == outputs[1][0]
     assert torch.equal(outputs[0][1], outputs[1][1])
@@ -329,7 +337,9 @@ def test_case_28_caches_end_together_and_an_abort_leaves_nothing(tiny):
 def test_a_full_pool_refuses_before_anything_is_written(tiny):
     engine = tiny.engine(batch=2, num_pages=6, page_size=16)
     engine.begin(0, PROMPTS[0], 40)
-    before = [t.clone() for t in (engine.cache.target, engine.cache.draft, engine.cache.block_tables)]
+    before = [
+        t.clone() for t in (engine.cache.target, engine.cache.draft, engine.cache.block_tables)
+    ]
     with pytest.raises(OutOfPages, match="pages asked for"):
         engine.begin(1, PROMPTS[1], 40)
     after = (engine.cache.target, engine.cache.draft, engine.cache.block_tables)

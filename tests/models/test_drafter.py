@@ -88,7 +88,9 @@ def test_grouped_query_heads(tmp_path, target):
     wide = dict(tensors)
     for name in ("k", "v"):
         weight = tensors[f"midlayer.self_attn.{name}_proj.weight"].view(2, 6, -1)
-        wide[f"midlayer.self_attn.{name}_proj.weight"] = weight.repeat_interleave(4, 0).flatten(0, 1)
+        wide[f"midlayer.self_attn.{name}_proj.weight"] = weight.repeat_interleave(4, 0).flatten(
+            0, 1
+        )
     ids, captured = inputs()
     few = run_committed(make(tmp_path / "few", target, change, tensors), ids, captured)
     many = run_committed(make(tmp_path / "many", target, None, wide), ids, captured)
@@ -100,7 +102,9 @@ def rms(x, weight, eps=1e-5):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@pytest.mark.parametrize("switch", ["norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"])
+@pytest.mark.parametrize(
+    "switch", ["norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"]
+)
 def test_optional_norms(tmp_path, target, switch):
     """Each switch against its formula, on a single row whose attention sees only itself."""
     change = {switch: True}
@@ -172,7 +176,9 @@ def test_case_43_a_full_vocabulary_needs_no_d2t(tmp_path, target):
 
 
 def test_case_43_missing_d2t_is_an_error(tmp_path, target):
-    with pytest.raises(ValueError, match="d2t: expected offsets for a draft vocabulary of 32 out of"):
+    with pytest.raises(
+        ValueError, match="d2t: expected offsets for a draft vocabulary of 32 out of"
+    ):
         make(tmp_path, target, edit=lambda t: [t.pop("d2t"), t.pop("t2d")])
 
 

@@ -88,8 +88,10 @@ def test_ranks_read_their_slices_only(tmp_path, tensors):
 
 
 def test_dtypes_convert_among_floats_only(tmp_path):
-    save_file({"a": torch.ones(3, dtype=torch.float16), "b": torch.ones(3, dtype=torch.int32)},
-              tmp_path / "model.safetensors")
+    save_file(
+        {"a": torch.ones(3, dtype=torch.float16), "b": torch.ones(3, dtype=torch.int32)},
+        tmp_path / "model.safetensors",
+    )
     weights = Checkpoint(tmp_path, DRAFTER_PREFIXES)
     assert weights.read("a", (3,), torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="b: expected dtype F32/BF16/F16, got I32"):
@@ -158,8 +160,10 @@ def test_no_or_several_files_are_refused(tmp_path, tensors):
 
 
 def test_one_tensor_under_two_names_is_refused(tmp_path):
-    save_file({"norm.weight": torch.ones(1), "model.norm.weight": torch.ones(1)},
-              tmp_path / "model.safetensors")
+    save_file(
+        {"norm.weight": torch.ones(1), "model.norm.weight": torch.ones(1)},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(ValueError, match="the same tensor as"):
         Checkpoint(tmp_path)
 

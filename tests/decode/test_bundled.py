@@ -1,0 +1,74 @@
+"""The bundled target and drafter: lossless with eight ranks, and predicted exactly by replay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from spec_kernels.comm import Communicator
+from spec_kernels.comm.launch import launch
+from spec_kernels.decode.cli import ASSETS
+from spec_kernels.decode.drafting import DraftPlan
+from spec_kernels.decode.engine import Engine
+from spec_kernels.decode.sampling import SamplingParams
+from spec_kernels.models.config import DrafterConfig
+from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.target import Target
+from spec_kernels.training import evaluate, export
+
+if not (ASSETS / "drafter" / "model.safetensors").is_file():
+    pytest.skip(f"no bundled model under {ASSETS}", allow_module_level=True)
+
+NEW = 24
+PROMPTS = [p["token_ids"] for p in json.loads((ASSETS / "prompts.json").read_text())[::7]]
+
+
+def engine(plan, comm=None):
+    num_layers = Target.load(ASSETS / "target", Communicator.single()).config.num_hidden_layers
+    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
+    target = Target.load(ASSETS / "target", comm or Communicator.single(), captured_layers=layers)
+    drafter = Drafter.load(ASSETS / "drafter", target)
+    return Engine(target, drafter, plan, max_tokens=max(map(len, PROMPTS)) + 2 * NEW)
+
+
+def eight_ranks(comm, plan):
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        e = engine(plan, comm)
+        results = []
+        for sampling in (SamplingParams(), SamplingParams(0.8, seed=1)):
+            for prompt in PROMPTS:
+                plain = e.generate(prompt, NEW, speculative=False, sampling=sampling)
+                speculative = e.generate(prompt, NEW, sampling=sampling)
+                results.append((plain.tokens, speculative.tokens, speculative.accepted))
+        return results
+
+
+@pytest.mark.parametrize(
+    "plan", [DraftPlan(), DraftPlan("dynamic", 3, 4, 16)], ids=["chain", "tree"]
+)
+def test_eight_ranks_are_lossless(plan):
+    every = launch(eight_ranks, 8, plan)
+    assert all(results == every[0] for results in every)
+    for plain, speculative, _ in every[0]:
+        assert plain == speculative
+    assert sum(sum(accepted) for _, _, accepted in every[0]) > 0
+
+
+def test_exact_replay_of_the_bundled_model():
+    steps = 3
+    e = engine(DraftPlan("chain", steps))
+    dense = export.load_target(ASSETS / "target", torch.float32)
+    drafter = export.load_drafter(ASSETS / "drafter", torch.float32)
+    for prompt in PROMPTS:
+        speculative = e.generate(prompt, NEW)
+        text = torch.tensor([prompt + e.generate(prompt, NEW + steps, speculative=False).tokens])
+        right = evaluate.ttt_right(dense, drafter, e.drafter.captured_layers, text, steps)[:, 0]
+        accepted = right.cumprod(0).sum(0).tolist()
+        predicted, row = [], len(prompt) - 1
+        for _ in speculative.accepted:
+            predicted.append(accepted[row])
+            row += accepted[row] + 1
+        assert speculative.accepted == predicted
