@@ -25,8 +25,8 @@ def add_parser(subparsers) -> None:
         "decode",
         help="decode text with the target and its drafter, plainly and speculatively",
         description="Decodes prompts plainly and speculatively with tensor-parallel ranks, streams "
-        "the text, checks that both give the same tokens, and prints a table. Without arguments: the "
-        "bundled target and drafter, a few held-out prompts, greedily and at temperature "
+        "the text, checks that both give the same tokens, and prints a table. Without arguments: "
+        "the bundled target and drafter, a few held-out prompts, greedily and at temperature "
         f"{SECOND_TEMPERATURE}. Exit code 1 if any token differs.",
     )
     add = parser.add_argument
@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _process_start() -> float:
-    """``time.monotonic()`` when this process began (when this is called, where it cannot be known)."""
+    """``time.monotonic()`` when this process began, or now, where that cannot be known."""
     try:
         fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -198,8 +198,8 @@ def _check(args: argparse.Namespace) -> Job:
     longest = max(len(p.ids) for p in prompts) + args.max_new_tokens
     if longest > config.max_position_embeddings:
         raise ValueError(
-            f"prompt and --max-new-tokens: expected at most {config.max_position_embeddings} tokens "
-            f"(max_position_embeddings), got {longest}"
+            f"prompt and --max-new-tokens: expected at most {config.max_position_embeddings} "
+            f"tokens (max_position_embeddings), got {longest}"
         )
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise ValueError(f"--json: no directory {args.json.resolve().parent}")
@@ -459,8 +459,8 @@ class Stream:
         if job.plan.kind != "chain":
             draft += f", top-{job.plan.topk}, {job.plan.num_nodes} nodes"
         self._write(
-            f"{job.tp} rank{'s' * (job.tp > 1)} ({comm.transport}), {job.dtype} on {job.device}, {draft}; "
-            f"decoding {seconds:.1f} s after the start of the command\n"
+            f"{job.tp} rank{'s' * (job.tp > 1)} ({comm.transport}), {job.dtype} on {job.device}, "
+            f"{draft}; decoding {seconds:.1f} s after the start of the command\n"
         )
         if self.colour:
             self._write(f"{self._style('accepted drafts', '32')}, bonus tokens\n")

@@ -226,19 +226,17 @@ class Engine:
             words = causal_words(size, device)
             words[:, num_tokens:] = 0
 
-            def step(tokens: list[int]) -> Step:
-                padded = tokens + [0] * (size - len(tokens))
-                ids = torch.tensor([padded], dtype=torch.int64, device=device)
-                return Step(ids, positions, words, slots, tables, lens)
-
+            ids = torch.zeros_like(positions)
+            ids[0, :num_tokens] = torch.tensor(part)
+            step = Step(ids, positions, words, slots, tables, lens)
             capture = self._prefill_capture[:size] if drafting else None
             last_row = torch.tensor([num_tokens - 1], device=device)
-            logits = target.forward(step(part), cache.target, capture, last_row)
+            logits = target.forward(step, cache.target, capture, last_row)
             following = choose(logits) if is_last else prompt[begin + num_tokens]
             if drafting:
-                row = step([*part[1:], following])
+                ids[0, :num_tokens] = torch.tensor([*part[1:], following])
                 feature = self.drafter.fuse(capture)
-                feature, normed = self.drafter.forward(row, feature, cache.draft)
+                feature, normed = self.drafter.forward(step, feature, cache.draft)
                 if is_last:
                     start.features[request] = feature[num_tokens - 1]
                     start.logits[request] = self.drafter.logits(normed.index_select(0, last_row))[0]

@@ -92,7 +92,8 @@ class KVCache:
         """
         if num_tokens > self.capacity:
             raise ValueError(
-                f"kv cache: {num_tokens} tokens asked for request {request}, at most {self.capacity}"
+                f"kv cache: {num_tokens} tokens asked for request {request}, at most "
+                f"{self.capacity}"
             )
         pages = self._pages[request]
         missing = -(-num_tokens // self.page_size) - len(pages)

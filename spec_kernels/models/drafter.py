@@ -186,8 +186,8 @@ class Drafter:
             )
         elif hidden != features:
             raise ValueError(
-                f"{weights.directory}: embed_tokens.weight: expected embeddings of {hidden}, since the "
-                f"target's have {features}, got no such tensor"
+                f"{weights.directory}: embed_tokens.weight: expected embeddings of {hidden}, since "
+                f"the target's have {features}, got no such tensor"
             )
         self.input_norm = vector("midlayer.input_layernorm")
         self.hidden_norm = vector("midlayer.hidden_norm")
@@ -219,8 +219,8 @@ class Drafter:
         if wrong.any():
             at = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{where}: d2t: expected draft id + d2t in [0, {config.vocab_size}), got {int(ids[at])} "
-                f"for draft id {at} (an offset is expected, not an index)"
+                f"{where}: d2t: expected draft id + d2t in [0, {config.vocab_size}), got "
+                f"{int(ids[at])} for draft id {at} (an offset is expected, not an index)"
             )
         if "t2d" in weights:
             used = torch.zeros(config.vocab_size, dtype=torch.bool, device=self.device)
@@ -255,7 +255,8 @@ class Drafter:
         ids = config.captured_layers(theirs.num_hidden_layers)
         if target.captured_layers != ids:
             raise ValueError(
-                f"drafter config: captured layers {ids}: the target captures {target.captured_layers}"
+                f"drafter config: captured layers {ids}: the target captures "
+                f"{target.captured_layers}"
             )
         if parallel == "auto":
             parallel = choose_parallel(config, target.comm, target.dtype, target.device)
@@ -273,7 +274,7 @@ class Drafter:
         )
 
     def new_cache(self, num_pages: int, page_size: int) -> Tensor:
-        """K/V cache ``[P, page, 2, Hkv, D]`` of zeros; K then V, so that a row is stored by one call."""
+        """K/V cache ``[P, page, 2, Hkv, D]`` of zeros: one row a token, K then V."""
         size = (num_pages, page_size, 2, self.num_kv_heads, self.config.head_dim)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 

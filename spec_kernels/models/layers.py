@@ -26,7 +26,7 @@ from spec_kernels.models.weights import Checkpoint, Shard
 
 _ops = torch.ops.spec_kernels
 
-# Below this a rank keeps the whole embedding: a lookup that needs no all-reduce is worth the memory.
+# Below this a rank keeps the whole embedding: a lookup without an all-reduce is worth the memory.
 REPLICATED_EMBEDDING_BYTES = 64 * 2**20
 
 
@@ -101,6 +101,20 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> None:
         comm.all_reduce(x, out=x)
 
 
+def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out [H, T, M] = x [H, T, K] @ weight [H, K, M]``, contiguous out.
+
+    In bfloat16 on a CPU the batched product rounds a row by how many rows there are, and the plain
+    product does not (oneDNN, measured for 1 to 64 rows): so verifying a draft gives the bits that
+    decoding it gives.
+    """
+    if x.dtype == torch.float32 or x.device.type != "cpu":
+        torch.bmm(x, weight, out=out)
+        return
+    for head in range(x.shape[0]):
+        torch.mm(x[head], weight[head], out=out[head])
+
+
 def norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """``out = rms_norm(x) * weight`` for ``x [T, H]``, which stays as it is."""
     _ops.hidden_capture.default(None, x, weight, eps, out, None, 0)
@@ -130,7 +144,7 @@ class Embedding:
 
 
 class LMHead:
-    """Logits of hidden rows, split by vocabulary; every rank gets all of them, bit for bit alike."""
+    """Logits of hidden rows, split by vocabulary; every rank gets all, bit for bit alike."""
 
     def __init__(self, weight: Tensor, comm: Communicator):
         self.weight_t = weight.t()
@@ -145,7 +159,7 @@ class LMHead:
 
 
 class DenseMLP:
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``, intermediate split by rank. The sum over ranks is due."""
+    """SwiGLU, ``down(silu(gate(x)) * up(x))``, split over ranks, whose sum is due afterwards."""
 
     def __init__(
         self, weights: Checkpoint, prefix: str, hidden: int, inner: int, shard: Shard, dtype
@@ -164,7 +178,7 @@ class DenseMLP:
 
 
 class MoE:
-    """Routed experts and the shared expert, intermediates split by rank. The sum over ranks is due."""
+    """Routed experts and the shared one, each split over ranks, whose sum is due afterwards."""
 
     def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
         hidden, inner = config.hidden_size, config.moe_intermediate_size
@@ -261,21 +275,31 @@ class MLABuffers:
         self.q_nope = (
             wide[:, down + num_heads * rope :].unflatten(1, (num_heads, nope)).transpose(0, 1)
         )
-        self.q_latent = new(batch, nodes, num_heads, rank)
-        self.q_latent_by_head = self.q_latent.view(num_rows, num_heads, rank).transpose(0, 1)
-        self.attended = new(batch, nodes, num_heads, rank)
-        self.attended_by_head = self.attended.view(num_rows, num_heads, rank).transpose(0, 1)
+        # By head in memory, as the batched products want them; the attention follows the strides.
+        self.q_latent_by_head = new(num_heads, num_rows, rank)
+        self.q_latent = self.q_latent_by_head.view(num_heads, batch, nodes, rank).permute(
+            1, 2, 0, 3
+        )
+        self.attended_by_head = new(num_heads, num_rows, rank)
+        self.attended = self.attended_by_head.view(num_heads, batch, nodes, rank).permute(
+            1, 2, 0, 3
+        )
         self.lse = torch.zeros(batch, nodes, num_heads, device=device)
+        self.values_by_head = new(num_heads, num_rows, v_dim)
+        # One row or one head: the two orders are the same memory.
+        self.reorder = num_rows > 1 and num_heads > 1
         self.values = new(num_rows, num_heads * v_dim)
-        self.values_by_head = self.values.view(num_rows, num_heads, v_dim).transpose(0, 1)
+        if not self.reorder:
+            self.values = self.values_by_head.view(num_rows, num_heads * v_dim)
+        self.values_by_row = self.values.view(num_rows, num_heads, v_dim)
 
 
 class MLA:
-    """Multi-head latent attention in absorbed form, heads split by rank, latent cache on every rank.
+    """Multi-head latent attention, absorbed: heads split by rank, the latent cache on every rank.
 
     ``kv_b_proj`` holds for each head W_UK [nope, R], then W_UV [v, R]. W_UK goes into the query
-    (q_latent = q_nope W_UK) and W_UV after the attention over latents, so that the cache keeps R + Dr
-    numbers a token, whatever the number of heads. The sum over ranks is due after ``forward``.
+    (q_latent = q_nope W_UK) and W_UV after the attention over latents, so that the cache keeps
+    R + Dr numbers a token, whatever the number of heads. The sum over ranks is due after ``forward``.
     """
 
     def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
@@ -330,7 +354,7 @@ class MLA:
         buffers: MLABuffers,
         out: Tensor,
     ) -> None:
-        """``x [T, H]`` -> ``out [T, H]``; writes the rows' latents to ``cache [P, page, R + Dr]``."""
+        """``x [T, H]`` -> ``out [T, H]``; their latents to ``cache [P, page, R + Dr]``."""
         b = buffers
         torch.mm(x, self.down_t, out=b.down)
         norm(b.q_down, self.q_norm, self.eps, b.q_down_normed)
@@ -338,7 +362,7 @@ class MLA:
         torch.mm(b.q_down_normed, self.q_b_t, out=b.q)
         b.rotated.apply(angles)
         cache.view(-1, cache.shape[-1]).index_copy_(0, slots, b.cached)
-        torch.bmm(b.q_nope, self.w_uk, out=b.q_latent_by_head)
+        per_head(b.q_nope, self.w_uk, b.q_latent_by_head)
         _ops.tree_attention_mla.default(
             b.q_latent,
             b.q_rope,
@@ -352,5 +376,7 @@ class MLA:
             b.attended,
             b.lse,
         )
-        torch.bmm(b.attended_by_head, self.w_uv, out=b.values_by_head)
+        per_head(b.attended_by_head, self.w_uv, b.values_by_head)
+        if b.reorder:
+            b.values_by_row.copy_(b.values_by_head.transpose(0, 1))
         torch.mm(b.values, self.o_t, out=out)

@@ -1,4 +1,4 @@
-"""The target: a DeepSeek-V3 / Kimi-K2 decoder that verifies every node of a draft tree in one forward."""
+"""The target, a DeepSeek-V3 / Kimi-K2 decoder: one forward for all nodes of a draft tree."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ class Target:
 
     @staticmethod
     def _add_norm(x, b: _Buffers, weight, eps: float, capture, slot: int | None) -> None:
-        """residual += x; normed = norm(residual); the residual is captured where a slot asks for it."""
+        """residual += x; normed = norm(residual); the residual also goes to ``slot``, if any."""
         kept = None if slot is None else capture
         _ops.hidden_capture.default(x, b.residual, weight, eps, b.normed, kept, slot or 0)

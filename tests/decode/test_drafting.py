@@ -100,7 +100,7 @@ def test_the_dynamic_tree_is_eagle_2s(tiny):
     root, ids = int(tree.tokens[0, 0]), engine.drafter.target_ids.tolist()
     pool: list[tuple[float, tuple]] = []
     live = [(0.0, ())]
-    for depth in range(steps):
+    for _ in range(steps):
         level = []
         for score, path in live:
             log_probs = brute_force(engine, PROMPTS[0], root, path)[-1]
