@@ -295,11 +295,11 @@ class MLABuffers:
 
 
 class MLA:
-    """Multi-head latent attention, absorbed: heads split by rank, the latent cache on every rank.
+    """Multi-head latent attention, absorbed: heads split by rank, latent cache on every rank.
 
     ``kv_b_proj`` holds for each head W_UK [nope, R], then W_UV [v, R]. W_UK goes into the query
     (q_latent = q_nope W_UK) and W_UV after the attention over latents, so that the cache keeps
-    R + Dr numbers a token, whatever the number of heads. The sum over ranks is due after ``forward``.
+    R + Dr numbers a token, whatever the number of heads. The sum over ranks is due afterwards.
     """
 
     def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
