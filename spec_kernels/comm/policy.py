@@ -46,7 +46,7 @@ def choose_policy(world_size: int, cores: int) -> Policy:
     When ranks outnumber cores a switch between processes is the cost, so each rank should run once
     a call: it copies its input, sleeps, and is woken to copy the result, while whoever arrives last
     sums for all. Measured with 8 ranks on 2 cores (Xeon with AVX-512; microseconds a call at 14 KB,
-    57 KB, 0.23 MB and 0.92 MB of bfloat16; medians of 25, contenders in turns)::
+    57 KB, 0.23 MB and 0.92 MB of bfloat16; medians of 25 short bursts, contenders in turns)::
 
         sleep at once, 4 workers, blocks of 32 KiB      59    87   269   871
         the same, 2 workers, blocks of 64 KiB           61    96   281   978
