@@ -48,16 +48,17 @@ def choose_policy(world_size: int, cores: int) -> Policy:
     sums for all. Measured with 8 ranks on 2 cores (Xeon with AVX-512; microseconds a call at 14 KB,
     57 KB, 0.23 MB and 0.92 MB of bfloat16; medians of 25 short bursts, contenders in turns)::
 
-        sleep at once, 4 workers, blocks of 32 KiB      59    87   269   871
-        the same, 2 workers, blocks of 64 KiB           61    96   281   978
-        every rank sums everything itself               75   190   652  2267
-        sched_yield 8 times, then sleep                 45    93   262  1011
-        the same beside two busy loops                3146  3385  3552  3093
-        sleep at once beside two busy loops             82   178   390  1799
+        sleep at once, 4 workers, blocks of 32 KiB      65    95   302   990
+        the same, 2 workers, blocks of 64 KiB           66   105   303  1009
+        poll 2000 times, then sleep                    197   230   432  1520
 
-    So no yielding, which gives a whole time slice away to any neighbour. With a core for each rank,
-    polling first saves the switch: 2 ranks on 2 cores take 12, 26, 56 and 285, and 24, 29, 77 and
-    305 when they sleep at once.
+    Two more ways were measured and dropped. When every rank sums everything for itself: 75, 190,
+    652, 2267. With up to 8 ``sched_yield`` before sleeping: 45, 93, 262, 1011, but 3146, 3385,
+    3552, 3093 beside two busy loops (sleeping at once: 82, 178, 390, 1799), since a yield gives a
+    whole time slice away to any neighbour.
+
+    With a core for each rank, polling first saves the switch: 2 ranks on 2 cores take 12, 23, 61
+    and 297, and 16, 29, 85 and 387 when they sleep at once.
     """
     if world_size <= cores:
         return Policy(spin_iterations=2000, num_workers=world_size, block_bytes=32 << 10)
