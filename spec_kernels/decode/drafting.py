@@ -66,22 +66,26 @@ def _own_bits(first_slot: int, count: int, words: int) -> Tensor:
 
 
 class _Rows:
-    """Positions and cache rows of all drafted rows of a cycle, level by level."""
+    """Where all drafted rows of a cycle stand, level by level."""
 
-    def __init__(self, cache: KVCache, level_sizes: list[int]):
-        self.cache, self.level_sizes = cache, level_sizes
+    def __init__(self, drafter: Drafter, cache: KVCache, level_sizes: list[int]):
+        self.drafter, self.cache, self.level_sizes = drafter, cache, level_sizes
         device = cache.block_tables.device
         self.num_rows = sum(level_sizes)
         self.slot_ids = torch.arange(self.num_rows, device=device)
         depth = [d for d, size in enumerate(level_sizes) for _ in range(size)]
         self.depth_ids = torch.tensor(depth, dtype=torch.int64, device=device)
 
-    def split(self) -> list[tuple[Tensor, Tensor]]:
-        """(positions, cache rows), each ``[B, size of the level]``, for every level."""
-        lens = self.cache.context_lens.unsqueeze(1)
-        positions = (lens + self.depth_ids).split(self.level_sizes, 1)
-        rows = self.cache.rows(lens + self.slot_ids).split(self.level_sizes, 1)
-        return list(zip(positions, rows, strict=True))
+    def split(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(positions, cache rows, rotations) of every level, ``[B, size of the level, ...]``."""
+        if not self.level_sizes:
+            return []
+        lens, sizes = self.cache.context_lens.unsqueeze(1), self.level_sizes
+        positions = lens + self.depth_ids
+        rotations = self.drafter.rotary.rotation(positions)
+        rows = self.cache.rows(lens + self.slot_ids)
+        parts = (t.split(sizes, 1) for t in (positions, rows, rotations))
+        return list(zip(*parts, strict=True))
 
 
 class StaticDraft:
@@ -107,9 +111,13 @@ class StaticDraft:
         has_child = set(parents)
         live = [[n for n in level if n in has_child] for level in levels]
         # live[0] is the root, whose row was run when the cycle before extended the drafter.
-        self.rows = _Rows(cache, [len(level) for level in live[1 : self.max_depth]])
+        self.rows = _Rows(drafter, cache, [len(level) for level in live[1 : self.max_depth]])
         self.num_draft_rows = self.rows.num_rows
         words = max(1, num_words(self.num_draft_rows))
+        tokens = torch.zeros(batch, self.num_nodes, dtype=torch.int64, device=device)
+        shape = torch.tensor(parents, dtype=torch.int64, device=device)
+        self.tree = link_tree(tokens, shape)
+        self.root = self.tree.tokens[:, 0]
         self.levels = []
         seen = {0: torch.zeros(words, dtype=torch.int32)}
         slot = 0
@@ -139,12 +147,9 @@ class StaticDraft:
                         if visible
                         else None
                     ),
-                    columns=slice(nodes[0], nodes[-1] + 1),
+                    nodes=self.tree.tokens[:, nodes[0] : nodes[-1] + 1],
                 )
             )
-        tokens = torch.zeros(batch, self.num_nodes, dtype=torch.int64, device=device)
-        shape = torch.tensor(parents, dtype=torch.int64, device=device)
-        self.tree = link_tree(tokens, shape)
 
     @property
     def message(self) -> Tensor:
@@ -153,7 +158,7 @@ class StaticDraft:
 
     def draft(self, start: DraftStart) -> None:
         """Runs the drafter down the levels and writes the drafts' tokens; uses up ``start``."""
-        drafter, cache, tree = self.drafter, self.cache, self.tree
+        drafter, cache = self.drafter, self.cache
         batch = start.root_tokens.shape[0]
         logits, feature = start.logits, start.features
         rows = self.rows.split()
@@ -165,23 +170,29 @@ class StaticDraft:
             tokens = drafter.target_ids.take(best).view(batch, -1)
             if level.picks is not None:
                 tokens = tokens.index_select(1, level.picks)
-            tree.tokens[:, level.columns] = tokens
+            level.nodes.copy_(tokens)
             if level.ancestors is None:
                 return
             if level.live is not None:
                 tokens = tokens.index_select(1, level.live)
             if level.parent_rows is not None:
                 feature = feature.index_select(0, level.parent_rows)
-            positions, slots = rows[depth]
+            positions, slots, rotation = rows[depth]
             step = Step(
-                tokens, positions, level.ancestors, slots, cache.block_tables, cache.context_lens
+                tokens,
+                positions,
+                level.ancestors,
+                slots,
+                cache.block_tables,
+                cache.context_lens,
+                rotation,
             )
             feature, normed = drafter.forward(step, feature, cache.draft)
             logits = drafter.logits(normed)
 
     def build(self, start: DraftStart) -> DraftTree:
         """The tree to verify; its links never change."""
-        self.tree.tokens[:, 0] = start.root_tokens
+        self.root.copy_(start.root_tokens)
         return self.tree
 
 
@@ -191,7 +202,7 @@ class _Level:
 
     ``picks`` chooses the level's nodes among width candidates of each live row above; ``live``
     those that have children among the nodes; ``parent_rows`` the live nodes' parents among the
-    batch's rows above; ``columns`` where the nodes stand in the tree.
+    batch's rows above; ``nodes`` is the level's part of the tree's tokens.
     """
 
     width: int
@@ -199,7 +210,7 @@ class _Level:
     live: Tensor | None
     parent_rows: Tensor | None
     ancestors: Tensor | None
-    columns: slice
+    nodes: Tensor
 
 
 def _unless_identity(index: list[int], size: int, device) -> Tensor | None:
@@ -222,7 +233,7 @@ class DynamicDraft:
         self.num_nodes, self.max_depth = num_nodes, min(steps, num_nodes - 1)
         device = drafter.device
         self.num_live_levels = steps - 1
-        self.rows = _Rows(cache, [topk] * self.num_live_levels)
+        self.rows = _Rows(drafter, cache, [topk] * self.num_live_levels)
         self.num_draft_rows = self.rows.num_rows
         words = max(1, num_words(self.num_draft_rows))
         self.own_bits = [
@@ -251,7 +262,7 @@ class DynamicDraft:
         )
         rows = self.rows.split()
         for level in range(self.num_live_levels):
-            positions, slots = rows[level]
+            positions, slots, rotation = rows[level]
             step = Step(
                 tokens.contiguous(),
                 positions,
@@ -259,6 +270,7 @@ class DynamicDraft:
                 slots,
                 cache.block_tables,
                 cache.context_lens,
+                rotation,
             )
             feature, normed = drafter.forward(step, feature, cache.draft)
             gains, children = self._best(drafter.logits(normed))

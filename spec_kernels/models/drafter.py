@@ -14,6 +14,7 @@ from spec_kernels.models.layers import (
     DenseMLP,
     Embedding,
     LMHead,
+    PagedRows,
     Rotary,
     RotatedRows,
     Step,
@@ -201,6 +202,8 @@ class Drafter:
         self.rotary = Rotary(config.rope, dim, self.device)
         self.scale = dim**-0.5
         self._buffers: dict[tuple[int, int], _Buffers] = {}
+        # Views of the cache of the last call: making them anew costs as much as an op.
+        self._cache = self._cache_rows = self._keys = self._values = None
 
     def _read_target_ids(self, weights: Checkpoint) -> Tensor:
         """``[Vd]`` int64, the target's id of each draft id: draft id + d2t[draft id]."""
@@ -313,12 +316,18 @@ class Drafter:
         norm(b.embedded, self.input_norm, eps, b.normed_embedding)
         norm(feature, self.hidden_norm, eps, b.normed_feature)
         torch.mm(b.joined, self.qkv_t, out=b.qkv)
-        b.rotated.apply(self.rotary.angles(step.positions))
-        cache.view(-1, b.cached.shape[1]).index_copy_(0, step.slots.reshape(-1), b.cached)
+        rotation = (
+            step.rotation if step.rotation is not None else self.rotary.rotation(step.positions)
+        )
+        b.rotated.apply(rotation.flatten(0, 1))
+        if cache is not self._cache:
+            self._cache, self._cache_rows = cache, PagedRows(cache)
+            self._keys, self._values = cache[:, :, 0], cache[:, :, 1]
+        self._cache_rows.rows.index_copy_(0, step.slots.reshape(-1), b.cached)
         _ops.tree_attention.default(
             b.q,
-            cache[:, :, 0],
-            cache[:, :, 1],
+            self._keys,
+            self._values,
             step.block_tables,
             step.context_lens,
             step.ancestors,

@@ -18,7 +18,6 @@ from spec_kernels.models.config import RopeConfig, TargetConfig
 from spec_kernels.models.rope import (
     apply_interleaved,
     attention_factor,
-    cos_sin,
     inverse_frequencies,
     softmax_scale,
 )
@@ -42,6 +41,7 @@ class Step:
             absent rows go to a row that no table names.
         block_tables: ``[B, M]`` int32.
         context_lens: ``[B]`` int64, committed tokens.
+        rotation: ``Rotary.rotation`` of the positions, where the caller has it already.
     """
 
     tokens: Tensor
@@ -50,23 +50,31 @@ class Step:
     slots: Tensor
     block_tables: Tensor
     context_lens: Tensor
+    rotation: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return tuple(self.tokens.shape)
 
 
+class PagedRows:
+    """One layer's cache ``pages [P, page, ...]``, and the same memory as ``rows [P * page, W]``."""
+
+    def __init__(self, pages: Tensor):
+        self.pages, self.rows = pages, pages.view(pages.shape[0] * pages.shape[1], -1)
+
+
 class Rotary:
-    """cos and sin of one step's positions, shared by all layers."""
+    """The rotations of one model's rope, as complex numbers; all its layers share a step's."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
         self.frequencies = inverse_frequencies(rope, dim, device)
-        self.factor = attention_factor(rope)
+        self.factor = torch.tensor(attention_factor(rope), dtype=torch.float32, device=device)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin and cos + i sin for ``positions`` of T rows, each ``[T, 1, dim / 2]``."""
-        cos, sin = cos_sin(positions.reshape(-1, 1), self.frequencies, self.factor)
-        return cos, sin, torch.complex(cos, sin)
+    def rotation(self, positions: Tensor) -> Tensor:
+        """``cos_sin`` of ``positions [B, N]`` as cos + i sin: complex64 ``[B, N, 1, dim / 2]``."""
+        angles = positions.view(*positions.shape, 1, 1) * self.frequencies
+        return torch.polar(self.factor, angles)
 
 
 class RotatedRows:
@@ -87,10 +95,10 @@ class RotatedRows:
                 torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (source, out)
             )
 
-    def apply(self, angles: tuple[Tensor, Tensor, Tensor]) -> None:
-        cos, sin, rotation = angles
+    def apply(self, rotation: Tensor) -> None:
+        """``rotation [T, 1, D / 2]`` complex64."""
         if self.complex is None:
-            self.out.copy_(apply_interleaved(self.source, cos, sin))
+            self.out.copy_(apply_interleaved(self.source, rotation.real, rotation.imag))
         else:
             torch.mul(self.complex[0], rotation, out=self.complex[1])
 
@@ -349,24 +357,24 @@ class MLA:
         x: Tensor,
         step: Step,
         slots: Tensor,
-        angles,
-        cache: Tensor,
+        rotation: Tensor,
+        cache: PagedRows,
         buffers: MLABuffers,
         out: Tensor,
     ) -> None:
-        """``x [T, H]`` -> ``out [T, H]``; their latents to ``cache [P, page, R + Dr]``."""
+        """``x [T, H]`` -> ``out [T, H]``; their latents to ``cache``."""
         b = buffers
         torch.mm(x, self.down_t, out=b.down)
         norm(b.q_down, self.q_norm, self.eps, b.q_down_normed)
         norm(b.kv_down, self.kv_norm, self.eps, b.latent)
         torch.mm(b.q_down_normed, self.q_b_t, out=b.q)
-        b.rotated.apply(angles)
-        cache.view(-1, cache.shape[-1]).index_copy_(0, slots, b.cached)
+        b.rotated.apply(rotation)
+        cache.rows.index_copy_(0, slots, b.cached)
         per_head(b.q_nope, self.w_uk, b.q_latent_by_head)
         _ops.tree_attention_mla.default(
             b.q_latent,
             b.q_rope,
-            cache,
+            cache.pages,
             step.block_tables,
             step.context_lens,
             step.ancestors,

@@ -16,6 +16,7 @@ from spec_kernels.models.layers import (
     LMHead,
     MLABuffers,
     MoE,
+    PagedRows,
     Rotary,
     Step,
     sum_over_ranks,
@@ -95,6 +96,8 @@ class Target:
         self.rotary = Rotary(config.rope, config.qk_rope_head_dim, self.device)
         self._slot_of = {layer: slot for slot, layer in enumerate(self.captured_layers)}
         self._buffers: dict[tuple[int, int], _Buffers] = {}
+        # Views of the cache of the last call: making them anew costs as much as an op.
+        self._cache, self._cache_layers = None, []
 
     def _read_head(self, weights: Checkpoint, shard: Shard) -> Tensor:
         config = self.config
@@ -155,7 +158,12 @@ class Target:
             self._buffers[shape] = b
         eps = self.config.rms_norm_eps
         slots = step.slots.reshape(-1)
-        angles = self.rotary.angles(step.positions)
+        rotation = (
+            step.rotation if step.rotation is not None else self.rotary.rotation(step.positions)
+        )
+        rotation = rotation.flatten(0, 1)
+        if cache is not self._cache:
+            self._cache, self._cache_layers = cache, [PagedRows(pages) for pages in cache]
         slot_of = self._slot_of if capture is not None else {}
         self.embedding.lookup(step.tokens.reshape(-1), b.residual)
         added = None
@@ -163,7 +171,7 @@ class Target:
             slot = slot_of.get(index)
             self._add_norm(added, b, layer.input_norm, eps, capture, slot)
             layer.attention.forward(
-                b.normed, step, slots, angles, cache[index], b.attention, b.block
+                b.normed, step, slots, rotation, self._cache_layers[index], b.attention, b.block
             )
             sum_over_ranks(self.comm, b.block)
             self._add_norm(b.block, b, layer.mlp_norm, eps, None, None)

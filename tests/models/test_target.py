@@ -10,8 +10,9 @@ from spec_kernels.comm.launch import launch
 from spec_kernels.decode.cycle import causal_words
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.models import layers
-from spec_kernels.models.layers import RotatedRows, Step
-from spec_kernels.models.rope import apply_interleaved
+from spec_kernels.models.config import RopeConfig
+from spec_kernels.models.layers import Rotary, RotatedRows, Step
+from spec_kernels.models.rope import apply_interleaved, attention_factor, cos_sin
 from spec_kernels.models.target import Target
 from spec_kernels.testing.checkpoints import TARGET, target_tensors, write_checkpoint
 from spec_kernels.training import export
@@ -195,12 +196,24 @@ def test_rotation_in_place_follows_rope(dtype, width, start):
     g = torch.Generator().manual_seed(0)
     wide = torch.randn(3, width + 8, generator=g).to(dtype)
     source = wide[:, start : start + 8].unflatten(1, (2, 4))
-    cos, sin = (torch.randn(3, 1, 2, generator=g) for _ in range(2))
-    wanted = apply_interleaved(source, cos, sin)
+    rotation = torch.complex(*(torch.randn(3, 1, 2, generator=g) for _ in range(2)))
+    wanted = apply_interleaved(source, rotation.real, rotation.imag)
     out = torch.zeros(3, 2, 4, dtype=dtype)
     rows = RotatedRows(source, out)
     assert (rows.complex is not None) == (dtype == torch.float32 and width % 2 == start % 2 == 0)
-    rows.apply((cos, sin, torch.complex(cos, sin)))
+    rows.apply(rotation)
     torch.testing.assert_close(out, wanted)
-    RotatedRows(source, source).apply((cos, sin, torch.complex(cos, sin)))
+    RotatedRows(source, source).apply(rotation)
     torch.testing.assert_close(source, wanted)
+
+
+def test_rotation_of_positions_is_ropes_cos_and_sin():
+    config = RopeConfig(10000.0, "yarn", 8.0, 64, mscale=1.0)
+    rotary = Rotary(config, 16, torch.device("cpu"))
+    positions = torch.tensor([[0, 1, 77], [4095, 2047, 100_000]])
+    cos, sin = cos_sin(positions, rotary.frequencies, attention_factor(config))
+    assert attention_factor(config) != 1.0
+    rotation = rotary.rotation(positions)
+    assert rotation.shape == (2, 3, 1, 8)
+    torch.testing.assert_close(rotation.real, cos.unsqueeze(2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotation.imag, sin.unsqueeze(2), rtol=1e-6, atol=1e-6)
