@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -476,11 +475,9 @@ class Stream:
             self._feed(tokens[:num_accepted], "32")
         if len(tokens) > num_accepted:
             self._feed(tokens[num_accepted:], None)
-        self.out.flush()
 
     def end(self) -> None:
         self._write("\n")
-        self.out.flush()
 
     def _feed(self, tokens: list[int], style: str | None) -> None:
         """Writes what these tokens add to the text; half a character waits for its other half."""
@@ -496,11 +493,13 @@ class Stream:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(UnicodeEncodeError):
-            self.out.write(text)
-            return
-        encoding = self.out.encoding or "ascii"
-        self.out.write(text.encode(encoding, "replace").decode(encoding))
+        encoding = getattr(self.out, "encoding", None) or "utf-8"
+        try:
+            self.out.write(text.encode(encoding, "replace").decode(encoding))
+            self.out.flush()
+        except BrokenPipeError:
+            # Nobody reads on; the figures are wanted all the same (--json, the exit code).
+            self.out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def render(report: dict) -> str:

@@ -88,6 +88,27 @@ def test_sampled_speculative_equals_plain(tiny, plan, temperature):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DraftPlan("chain", 1),
+        DraftPlan("chain", 9),
+        DraftPlan("static", 2, 1),
+        DraftPlan("static", 5, 2, 33),
+        DraftPlan("dynamic", 1, 3),
+        DraftPlan("dynamic", 4, 1),
+        DraftPlan("dynamic", 3, 2, 2),
+        DraftPlan("dynamic", 4, 4, 50),
+    ],
+    ids=lambda p: f"{p.kind}-{p.steps}-{p.topk}-{p.num_nodes}",
+)
+def test_extreme_shapes_are_lossless(tiny, plan):
+    engine = tiny.engine(plan)
+    plain, speculative = both(engine, PROMPTS[1], 20)
+    assert speculative.tokens == plain.tokens
+    assert max(speculative.accepted) <= plan.steps
+
+
 def test_sampling_keeps_the_targets_distribution(tiny):
     """Second emitted token, whose drafts were in play, against the exact mixture over the first."""
     engine = tiny.engine(PLANS["dynamic"], max_tokens=16)

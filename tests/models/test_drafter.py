@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from spec_kernels.comm import Communicator
 from spec_kernels.comm.launch import launch
 from spec_kernels.decode.cycle import causal_words
 from spec_kernels.decode.kv_cache import KVCache
+from spec_kernels.models import drafter as drafter_module
 from spec_kernels.models.config import DrafterConfig
-from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.drafter import Drafter, choose_parallel
 from spec_kernels.models.layers import Step
 from spec_kernels.models.target import Target
 from spec_kernels.testing.checkpoints import (
@@ -151,6 +154,39 @@ def test_ranks_equal_one_rank(tmp_path, tiny, target, parallel):
     for logits in results:
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(logits, results[0])
+
+
+def _who_drafts(comm, target_dir, drafter_dir):
+    target = Target.load(target_dir, comm, captured_layers=LAYERS)
+    drafter = Drafter.load(drafter_dir, target, "leader")
+    return drafter.is_here, drafter.captured_layers, drafter.audience is comm
+
+
+def test_a_leader_drafts_for_all(tmp_path, target):
+    make(tmp_path, target)
+    target_dir = write_checkpoint(tmp_path / "target", TARGET, target_tensors(TARGET))
+    results = launch(_who_drafts, 2, target_dir, tmp_path / "drafter")
+    assert results == [(True, LAYERS, True), (False, LAYERS, True)]
+
+
+def test_how_a_drafter_is_shared(monkeypatch):
+    """By the cost of what all ranks repeat: turns on a core, else exchange, else bytes."""
+
+    class Ranks:
+        def __init__(self, world_size):
+            self.world_size = world_size
+
+    config = DrafterConfig.from_dict(DRAFTER)
+    large = dataclasses.replace(config, hidden_size=7168, intermediate_size=12288)
+    monkeypatch.setattr(drafter_module, "num_cores", lambda: 4)
+
+    def choice(config, ranks, device="cpu"):
+        return choose_parallel(config, Ranks(ranks), torch.bfloat16, device)
+
+    assert choice(config, 1) == choice(large, 1) == "replicated"
+    assert choice(config, 8) == choice(large, 8) == "leader"
+    assert choice(config, 4) == "replicated" and choice(large, 4) == "tp"
+    assert choice(config, 8, "cuda") == "replicated" and choice(large, 8, "cuda") == "tp"
 
 
 def test_case_43_d2t_is_an_offset(tmp_path, target):
