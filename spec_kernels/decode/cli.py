@@ -13,7 +13,7 @@ from pathlib import Path
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_TP = 8
 DEFAULT_PROMPTS = 3
-DEFAULT_NEW_TOKENS = 96
+DEFAULT_NEW_TOKENS = 64
 # The default run also decodes once with sampling: a greedy accept length alone flatters.
 SECOND_TEMPERATURE = 0.8
 DTYPES = ("auto", "float32", "bfloat16")

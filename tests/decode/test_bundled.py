@@ -72,3 +72,15 @@ def test_exact_replay_of_the_bundled_model():
             predicted.append(accepted[row])
             row += accepted[row] + 1
         assert speculative.accepted == predicted
+
+
+def test_the_bundled_target_loads_into_transformers():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model, report = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        ASSETS / "target", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    e = engine(DraftPlan())
+    for prompt in PROMPTS:
+        theirs = model(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(e.logits_after(prompt), theirs, rtol=1e-4, atol=1e-3)

@@ -141,7 +141,7 @@ def test_a_difference_is_an_error_that_says_where(texts, monkeypatch, capsys):
     "options, message",
     [
         (["--prompt", ""], "empty prompt"),
-        (["--prompt", "a" * 600], "expected at most 512 tokens (max_position_embeddings), got 696"),
+        (["--prompt", "a" * 600], "expected at most 512 tokens (max_position_embeddings), got 664"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
         (["--prompt", "a", "--tp", "9"], "--tp: expected 1 to 8 ranks, got 9"),
         (["--prompt", "a", "--tp", "3"], "does not divide by 3"),
