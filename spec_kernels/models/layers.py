@@ -167,7 +167,11 @@ class LMHead:
 
 
 class DenseMLP:
-    """SwiGLU, ``down(silu(gate(x)) * up(x))``, split over ranks, whose sum is due afterwards."""
+    """SwiGLU, ``down(silu(gate(x)) * up(x))``, split over ranks, whose sum is due afterwards.
+
+    To ``moe_experts`` it is a shared expert beside no routed ones: one call, and a row's bits do
+    not depend on how many rows there are.
+    """
 
     def __init__(
         self, weights: Checkpoint, prefix: str, hidden: int, inner: int, shard: Shard, dtype
@@ -176,13 +180,15 @@ class DenseMLP:
         gate = weights.read(f"{prefix}.gate_proj.weight", (inner, hidden), dtype, rows=rows)
         up = weights.read(f"{prefix}.up_proj.weight", (inner, hidden), dtype, rows=rows)
         down = weights.read(f"{prefix}.down_proj.weight", (hidden, inner), dtype, columns=rows)
-        self.gate_up_t = torch.cat((gate, up)).t()
-        self.down_t = down.contiguous().t()
+        self.gate_up, self.down = torch.cat((gate, up)), down.contiguous()
+        self.no_router = self.gate_up.new_empty(0, hidden)
+        self.no_gate_up = self.gate_up.new_empty(0, 2, hidden)
+        self.no_down = self.gate_up.new_empty(0, hidden, 1)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """``x [T, H]`` -> ``out [T, H]``."""
-        gate, up = torch.mm(x, self.gate_up_t).chunk(2, dim=1)
-        torch.mm(torch.nn.functional.silu(gate).mul_(up), self.down_t, out=out)
+        experts = (self.no_router, None, self.no_gate_up, self.no_down)
+        _ops.moe_experts.default(x, *experts, self.gate_up, self.down, 0, 1, 1, 1.0, True, out)
 
 
 class MoE:
