@@ -167,7 +167,7 @@ def _commands(settings: dict) -> str:
 
 
 def write_card(out: Path, assets: Path, measured: dict) -> None:
-    """assets/README.md, from the run's own records."""
+    """assets/README.md, from the run's own records; notes.txt of ``out`` says what they do not."""
     corpus = json.loads((out / "corpus.json").read_text())
     settings = json.loads((out / "settings.json").read_text())
     prompts = json.loads((assets / "prompts.json").read_text())
@@ -178,6 +178,8 @@ def write_card(out: Path, assets: Path, measured: dict) -> None:
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}"
     )
+    notes = out / "notes.txt"
+    remarks = "\n" + notes.read_text() if notes.is_file() else ""
     loss, bits = measured["held_out_loss"], measured["held_out_bits_per_byte"]
     card = f"""# The bundled target and its EAGLE-3 drafter
 
@@ -220,7 +222,7 @@ tokens; `--steps` fixes their number instead):
 ```
 {_commands(settings)}
 ```
-
+{remarks}
 ## Figures
 
 Held-out loss {loss:.3f} nats a token = **{bits:.3f} bits a byte** (windows of

@@ -24,7 +24,7 @@ from spec_kernels.training.workers import SINGLE, Workers
 
 # A token in its (n+1)-th repetition should have at most this share of its probability in the n-th.
 REPEAT_SHARE = 0.5
-_SHORTEST, _LONGEST = 4, 64
+_SHORTEST, _LONGEST = 1, 64
 # Of the learning rate that the target was trained with.
 RATE_SHARE = 0.5
 
@@ -85,7 +85,7 @@ def train(
     seed: int = 0,
     batch: int = 16,
     context: int = 512,
-    weight: float = 1.0,
+    weight: float = 2.0,
     weight_decay: float = 0.1,
     use_compile: bool = True,
     compute_dtype: torch.dtype = torch.bfloat16,
