@@ -52,29 +52,31 @@ def generate(
     batch: int = 160,
     seed: int = 0,
     minutes: float | None = None,
+    temperatures: tuple[float, ...] = TEMPERATURES,
+    name: str = "generated",
     workers: Workers = SINGLE,
 ) -> None:
-    """Writes this worker's share as generated.RANK.npy under ``out``; ``merge`` joins the shares.
+    """Writes this worker's share as NAME.RANK.npy under ``out``; ``merge`` joins the shares.
 
     Each text has ``length`` tokens, led by a prompt from the training split. The batch of a number
     depends on the seed and that number alone, so the number of workers changes nothing. With
     ``minutes`` each worker stops after the batch during which they are over.
     """
     ids = np.load(out / "train.npy")
-    log = Log(out / "generate.jsonl", is_resumed=False, is_silent=workers.rank > 0)
+    log = Log(out / f"{name}.jsonl", is_resumed=False, is_silent=workers.rank > 0)
     model.eval()
     parts, started = [], time.monotonic()
     for number in range(workers.rank, -(-num_sequences // batch), workers.size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         prompts = random_prompts(ids, batch, prompt_tokens, generator)
-        temperatures = torch.tensor(TEMPERATURES).repeat(-(-batch // len(TEMPERATURES)))[:batch]
-        texts = continue_text(model, prompts, length - prompt_tokens, temperatures, generator)
+        rows = torch.tensor(temperatures).repeat(-(-batch // len(temperatures)))[:batch]
+        texts = continue_text(model, prompts, length - prompt_tokens, rows, generator)
         parts.append(texts.numpy().astype(np.uint16))
         seconds = time.monotonic() - started
         tokens = len(parts) * batch * (length - prompt_tokens)
         log.write(
             {
-                "stage": "generate",
+                "stage": name,
                 "sequences": len(parts) * batch * workers.size,
                 "tokens": tokens * workers.size,
                 "tok_s": tokens * workers.size / seconds,
@@ -83,17 +85,17 @@ def generate(
         if minutes is not None and seconds > minutes * 60.0:
             break
     log.close()
-    np.save(out / f"generated.{workers.rank}.npy", np.stack(parts))
+    np.save(out / f"{name}.{workers.rank}.npy", np.stack(parts))
 
 
-def merge(out: Path, num_workers: int, num_sequences: int) -> np.ndarray:
-    """generated.npy: uint16 [sequences, length], the batches of all workers in their own order."""
-    shares = [np.load(out / f"generated.{rank}.npy") for rank in range(num_workers)]
+def merge(out: Path, num_workers: int, num_sequences: int, name: str = "generated") -> np.ndarray:
+    """NAME.npy: uint16 [sequences, length], the batches of all workers in their own order."""
+    shares = [np.load(out / f"{name}.{rank}.npy") for rank in range(num_workers)]
     batches = []
     for number in range(max(map(len, shares))):
         batches.extend(share[number] for share in shares if number < len(share))
     texts = np.concatenate(batches)[:num_sequences]
-    np.save(out / "generated.npy", texts)
+    np.save(out / f"{name}.npy", texts)
     for rank in range(num_workers):
-        (out / f"generated.{rank}.npy").unlink()
+        (out / f"{name}.{rank}.npy").unlink()
     return texts

@@ -16,6 +16,7 @@ from spec_kernels.training.workers import Workers, launch
 _SHARES = {"target": 0.66, "settle": 0.12, "generate": 0.06, "drafter": 0.14}
 # One token more than the drafter's windows, so that every window has a next token.
 _TEXT_TOKENS = 257
+_OWN_TEXTS = 192
 
 
 def _minutes(args: argparse.Namespace, stage: str) -> float:
@@ -52,6 +53,22 @@ def run_settle(workers: Workers, args: argparse.Namespace) -> None:
     peak = args.learning_rate * settle.RATE_SHARE
     schedule = _schedule(args, "settle", peak, warmup=10, decay_share=0.95)
     settle.train(args.out, schedule, **_common(args, workers))
+
+
+def run_own(workers: Workers, args: argparse.Namespace) -> None:
+    """Greedy texts of the target before settle: what it does wrong."""
+    generate.generate(
+        args.out,
+        export.load_target(_assets(args) / "target"),
+        _OWN_TEXTS,
+        settle.OWN_TOKENS,
+        prompt_tokens=settle.OWN_PROMPT_TOKENS,
+        batch=96,
+        seed=args.seed,
+        temperatures=(0.0,),
+        name="own",
+        workers=workers,
+    )
 
 
 def run_generate(workers: Workers, args: argparse.Namespace) -> None:
@@ -107,6 +124,9 @@ def run(args: argparse.Namespace) -> None:
             print(json.dumps(export.export(args.out, _assets(args)), indent=1))
             continue
         _record(args, stage)
+        if stage == "settle" and not (args.out / "own.npy").is_file():
+            launch(args.workers, run_own, args)
+            generate.merge(args.out, args.workers, _OWN_TEXTS, "own")
         launch(args.workers, _IN_WORKERS[stage], args)
         if stage in ("target", "settle"):
             export.publish_target(args.out, _assets(args), f"{stage}.pt")
