@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from spec_kernels.models.config import DrafterConfig, RopeConfig, TargetConfig
-from spec_kernels.training import corpus, eagle, loop
+from spec_kernels.training import eagle, loop
 from spec_kernels.training.evaluate import ttt_right
 from spec_kernels.training.generate import continue_text
 from spec_kernels.training.model import Target
@@ -20,8 +19,7 @@ from spec_kernels.training.optim import Optimizer
 from spec_kernels.training.workers import SINGLE, Workers
 
 STEP_WEIGHT = 0.8
-VALIDATION_PROMPTS = 64
-VALIDATION_TOKENS = 128
+VALIDATION_TOKENS = 64
 VALIDATION_TEMPERATURES = (0.0, 0.8)
 
 
@@ -98,18 +96,19 @@ class Mixture:
         return torch.stack((own, self.corpus.at(half)), dim=1).flatten(0, 1)
 
 
-def validation_texts(target: Target, out: Path, length: int = VALIDATION_TOKENS) -> dict:
-    """What the target writes after held-out prompts: {temperature: [prompts, P + length]}."""
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    _, held_out = corpus.split(corpus.load_documents())
-    prompts = corpus.held_out_prompts(held_out, tokenizer, VALIDATION_PROMPTS)
-    prompts = torch.tensor([p["token_ids"] for p in prompts])
-    texts = {}
-    for temperature in VALIDATION_TEMPERATURES:
-        generator = torch.Generator().manual_seed(1)
-        temperatures = torch.full((len(prompts),), temperature)
-        texts[temperature] = continue_text(target, prompts, length, temperatures, generator)
-    return texts
+def validation_texts(target: Target, out: Path) -> dict[float, Tensor]:
+    """What the target writes after the held-out prompts: {temperature: [prompts, P + new]}."""
+    prompts = json.loads((out / "prompts.json").read_text())
+    ids = torch.tensor([p["token_ids"] for p in prompts])
+    temperatures = torch.tensor(VALIDATION_TEMPERATURES).repeat_interleave(len(ids))
+    texts = continue_text(
+        target,
+        ids.repeat(len(VALIDATION_TEMPERATURES), 1),
+        VALIDATION_TOKENS,
+        temperatures,
+        torch.Generator().manual_seed(1),
+    )
+    return dict(zip(VALIDATION_TEMPERATURES, texts.split(len(ids)), strict=True))
 
 
 def train(
@@ -118,7 +117,7 @@ def train(
     schedule: loop.Schedule,
     *,
     seed: int = 0,
-    batch: int = 32,
+    batch: int = 16,
     num_steps: int = 5,
     weight_decay: float = 0.1,
     target_temperature: float = 0.8,
@@ -195,7 +194,7 @@ def train(
         resume,
         workers=workers,
         evaluate=evaluate,
-        evaluate_every=100,
+        evaluate_every=250,
         stop_after=stop_after,
     )
     return drafter

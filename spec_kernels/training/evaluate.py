@@ -50,37 +50,43 @@ def ttt_right(
 @torch.no_grad()
 def evaluate(
     target: Target,
-    drafter: eagle.Drafter | None,
+    drafter: eagle.Drafter,
     captured_layers: tuple[int, ...],
     prompts: Tensor,
-    temperature: float,
+    temperatures: tuple[float, ...],
     num_steps: int = 5,
     num_new: int = NUM_NEW_TOKENS,
     seed: int = 0,
-) -> Report:
+) -> list[Report]:
     """Continues prompts [B, P] plainly, then replays speculative decoding over what came out.
 
     Replaying is exact: whatever the drafts, verified output is the target's own, so the accept
     length of a chain follows from where the drafts of the TTT pass agree with the text. The first
     root is the first new token, which prefill gives; row t has root x[t + 1].
     """
-    length = prompts.shape[1]
-    generator = torch.Generator().manual_seed(seed)
-    temperatures = torch.full((len(prompts),), temperature)
-    # The chains that start last must still have text to be compared with.
-    texts = continue_text(target, prompts, num_new + num_steps, temperatures, generator)
-    new = texts[:, length : length + num_new].tolist()
-    distinct = sum(map(distinct_ngrams, new)) / len(new)
-    if drafter is None:
-        return Report(temperature, len(prompts), distinct, [], [])
-    right = ttt_right(target, drafter, captured_layers, texts, num_steps)
-    first = length - 1
-    full, _, _ = eagle.accuracies(right[:, :, first:])
-    accept_lengths = []
-    for chain in range(1, num_steps + 1):
-        emitted = cycles = 0
-        for row in range(len(prompts)):
-            e, c = eagle.replay(right[:chain, row], first, right.shape[2])
-            emitted, cycles = emitted + e, cycles + c
-        accept_lengths.append(emitted / cycles)
-    return Report(temperature, len(prompts), distinct, accept_lengths, full)
+    num_prompts, length = prompts.shape
+    # The chains that start last must still have text to be compared with. One batch for all
+    # temperatures: a step costs nearly the same for few rows and for many.
+    texts = continue_text(
+        target,
+        prompts.repeat(len(temperatures), 1),
+        num_new + num_steps,
+        torch.tensor(temperatures).repeat_interleave(num_prompts),
+        torch.Generator().manual_seed(seed),
+    )
+    first, reports = length - 1, []
+    for temperature, part in zip(temperatures, texts.split(num_prompts), strict=True):
+        new = part[:, length : length + num_new].tolist()
+        right = ttt_right(target, drafter, captured_layers, part, num_steps)
+        full, _, _ = eagle.accuracies(right[:, :, first:])
+        accept_lengths = []
+        for chain in range(1, num_steps + 1):
+            counts = [
+                eagle.replay(right[:chain, row], first, right.shape[2])
+                for row in range(num_prompts)
+            ]
+            emitted, cycles = (sum(column) for column in zip(*counts, strict=True))
+            accept_lengths.append(emitted / cycles)
+        distinct = sum(map(distinct_ngrams, new)) / num_prompts
+        reports.append(Report(temperature, num_prompts, distinct, accept_lengths, full))
+    return reports

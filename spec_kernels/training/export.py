@@ -108,8 +108,8 @@ def figures(out: Path, assets: Path) -> dict:
         "parameters": sum(p.numel() for p in target.parameters()),
         "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
         "reports": [
-            dataclasses.asdict(evaluate.evaluate(target, drafter, layers, ids, temperature))
-            for temperature in _TEMPERATURES
+            dataclasses.asdict(report)
+            for report in evaluate.evaluate(target, drafter, layers, ids, _TEMPERATURES)
         ],
     }
 
