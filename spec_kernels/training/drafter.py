@@ -72,6 +72,23 @@ def ttt_loss(
     return loss
 
 
+@torch.no_grad()
+def start_from_target(
+    drafter: eagle.Drafter, target: Target, captured_layers: tuple[int, ...], tokens: Tensor
+) -> None:
+    """Gives the drafter the target's head and final norm, and features of unit size.
+
+    The residual stream grows with depth, and what a fresh layer adds to a large feature counts for
+    nothing: fc is scaled by the streams' sizes on ``tokens [B, N]``.
+    """
+    drafter.lm_head.weight.copy_(target.lm_head.weight[drafter.draft_ids()])
+    drafter.norm.weight.copy_(target.norm.weight)
+    _, captured, _ = target(tokens, captured_layers)
+    sizes = captured.float().unflatten(-1, (len(captured_layers), -1)).square().mean((0, 1, 3))
+    columns = drafter.fc.weight.view(len(drafter.fc.weight), len(captured_layers), -1)
+    columns.div_(sizes.sqrt().view(1, -1, 1))
+
+
 class Mixture:
     """Half of each batch is text of the target's own, half is corpus, of the same length."""
 
@@ -140,6 +157,9 @@ def train(
     )
     torch.manual_seed(seed)
     drafter = eagle.Drafter(config, draft_ids, target.compute_dtype)
+    target.eval()
+    probe = torch.from_numpy(generated[:4, :-1].astype(np.int64))
+    start_from_target(drafter, target, captured_layers, probe)
     optimizer = Optimizer(
         drafter,
         lambda name, parameter: parameter.ndim > 1 and name != "lm_head.weight",
@@ -148,7 +168,6 @@ def train(
     if use_compile:
         target.compile_layers()
         drafter.midlayer.compile(dynamic=False)
-    target.eval()
     texts = validation
     if texts is None and workers.rank == 0:
         texts = validation_texts(target, out)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from spec_kernels.models import rope
 from spec_kernels.training import eagle
-from spec_kernels.training.drafter import bundled_config
+from spec_kernels.training.drafter import bundled_config, start_from_target
+from spec_kernels.training.model import Target
 
 
 @pytest.fixture
@@ -140,3 +141,16 @@ def test_replay_by_hand():
     right = torch.tensor([[1, 0, 1, 0, 0, 1, 0, 0], [1, 1, 0, 1, 0, 1, 0, 1]], dtype=torch.bool)
     assert eagle.replay(right, 0, 8) == (8, 4)
     assert eagle.replay(right[:, :1], 0, 1) == (3, 1)
+
+
+def test_drafter_starts_from_the_target_with_features_of_unit_size(drafter, tiny):
+    torch.manual_seed(3)
+    target = Target(tiny, torch.float32).eval()
+    layers = drafter.config.captured_layers(tiny.num_hidden_layers)
+    tokens = torch.randint(tiny.vocab_size, (4, 30))
+    with torch.no_grad():
+        target.embed_tokens.mul_(40.0)
+        start_from_target(drafter, target, layers, tokens)
+        feature = drafter.fc(target(tokens, layers)[1])
+    assert torch.equal(drafter.lm_head.weight, target.lm_head.weight[drafter.draft_ids()])
+    assert 0.5 < feature.square().mean().sqrt() < 2.0
