@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,10 @@ constexpr int64_t kMaxRows =
 constexpr int64_t kRouterBlock = 8;          // experts a task
 constexpr int64_t kActivateRows = 64;        // rows whose gate and up products are held at once
 constexpr int64_t kWorkPerThread = 1 << 16;  // multiply-adds that outweigh waking a thread
+
+// Elements between copied fp32 rows: an odd number of cache lines. Rows a multiple of 4 KiB apart,
+// as those of usual hidden sizes are, would all compete for the same few places of the first cache.
+int64_t wide_stride(int64_t hidden) { return ((hidden + 15) / 16 | 1) * 16; }
 
 struct Router {
   int64_t num_experts, top_k, n_group, topk_group;
@@ -84,7 +89,7 @@ class Arena {
 // Scratch of a pass over num_rows rows. Pairs are (row, slot); the shared expert adds a pair for
 // every row.
 struct Scratch {
-  float* wide_x;       // [num_rows, H]
+  float* wide_x;       // [num_rows, wide_stride(H)]
   float* scores;       // [num_rows, E]
   float* group_value;  // [num_threads, n_group]
   int64_t* group_id;   // [num_threads, n_group]
@@ -100,13 +105,13 @@ struct Scratch {
   float* down;                 // [num_threads, num_pairs, kMoeBlock]
   const float** contribution;  // [num_threads, top_k]
 
-  Scratch(Arena& arena, const Router& router, const Experts& experts, MoeForm form, Float dtype,
+  Scratch(Arena& arena, const Router& router, const Experts& experts, MoeForm form,
           int64_t num_rows, int64_t hidden, int64_t num_threads) {
     const int64_t num_routed = num_rows * router.top_k;
     const int64_t num_pairs = num_routed + (experts.shared ? num_rows : 0);
     const int64_t shared_inner = experts.shared ? experts.shared->inner : 0;
     const bool packs = form == MoeForm::kAmx;
-    wide_x = arena.take<float>(dtype == Float::kBf16 ? num_rows * hidden : 0);
+    wide_x = arena.take<float>(num_rows * wide_stride(hidden));
     scores = arena.take<float>(num_rows * router.num_experts);
     group_value = arena.take<float>(num_threads * router.n_group);
     group_id = arena.take<int64_t>(num_threads * router.n_group);
@@ -225,13 +230,20 @@ void run_pass(const Pass& p, const Scratch& s) {
 
   const float* x_f32 = reinterpret_cast<const float*>(p.x);
   int64_t x_f32_stride = p.x_stride;
-  if (p.dtype == Float::kBf16 && (router.num_experts > 0 || p.form == MoeForm::kWiden)) {
-    for (int64_t t = 0; t < p.num_rows; ++t) {
-      SK_KERNEL(moe_widen)(reinterpret_cast<const uint16_t*>(p.x) + t * p.x_stride, p.hidden,
-                           s.wide_x + t * p.hidden);
-    }
+  const bool widens =
+      p.dtype == Float::kBf16 && (router.num_experts > 0 || p.form == MoeForm::kWiden);
+  if (widens || (p.dtype == Float::kF32 && p.num_rows > 1)) {
     x_f32 = s.wide_x;
-    x_f32_stride = p.hidden;
+    x_f32_stride = wide_stride(p.hidden);
+    for (int64_t t = 0; t < p.num_rows; ++t) {
+      float* wide = s.wide_x + t * x_f32_stride;
+      const char* row = p.x + t * p.x_stride * size;
+      if (widens) {
+        SK_KERNEL(moe_widen)(reinterpret_cast<const uint16_t*>(row), p.hidden, wide);
+      } else {
+        std::memcpy(wide, row, static_cast<size_t>(p.hidden) * sizeof(float));
+      }
+    }
   }
 
   // Route.
@@ -478,7 +490,7 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
             0,      hidden,  nullptr, out.stride(0)};
   const int64_t num_threads = torch::stable::get_num_threads();
   const auto layout = [&](Arena& arena) {
-    return Scratch(arena, router, experts, pass.form, dtype, std::min(num_rows, kMaxRows), hidden,
+    return Scratch(arena, router, experts, pass.form, std::min(num_rows, kMaxRows), hidden,
                    num_threads);
   };
   Arena measure(nullptr);
