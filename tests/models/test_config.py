@@ -87,7 +87,7 @@ def test_kimi_target():
     assert config.eos_token_ids == (163586,)
 
 
-def test_case41_nested_text_config():
+def test_case_41_nested_text_config():
     inner = target_values(tie_word_embeddings="absent")
     outer = {
         "architectures": ["KimiK25ForConditionalGeneration"],
@@ -188,7 +188,7 @@ def test_drafter_round_trip(tmp_path, ids):
     assert DrafterConfig.from_json(tmp_path) == config
 
 
-def test_case44_drafter_keeps_its_own_rope_scaling():
+def test_case_44_drafter_keeps_its_own_rope_scaling():
     config = DrafterConfig.from_dict(drafter_values(rope_scaling=YARN))
     assert config.rope == RopeConfig(1e6, "yarn", 64.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
@@ -211,11 +211,11 @@ def test_drafter_defaults():
         ([1, 4, 7], 8, (2, 5, 8)),
     ],
 )
-def test_case24_captured_layers(ids, num_layers, expected):
+def test_case_24_captured_layers(ids, num_layers, expected):
     assert aux(ids).captured_layers(num_layers) == expected
 
 
-def test_case24_explicit_meaning_overrides():
+def test_case_24_explicit_meaning_overrides():
     assert aux([1, 4, 7]).captured_layers(8, "input") == (1, 4, 7)
     assert aux([1, 4, 7], layer_ids_mean="input").captured_layers(8) == (1, 4, 7)
     assert aux([2, 4, 7], layer_ids_mean="output").captured_layers(8) == (3, 5, 8)
@@ -225,7 +225,7 @@ def test_case24_explicit_meaning_overrides():
         aux([1, 4, 7]).captured_layers(8, "after")
 
 
-def test_case24_default_ids():
+def test_case_24_default_ids():
     config = DrafterConfig.from_dict(drafter_values(eagle_config="absent"))
     assert config.captured_layers(61) == (2, 30, 58)
     # (2, 2, 2): a small target needs its ids written out.
@@ -234,7 +234,7 @@ def test_case24_default_ids():
 
 
 @pytest.mark.parametrize("ids", [[2, 5, 9], [-1, 4, 7], [1, 4, 8], [2, 2, 5]])
-def test_case24_unmatched_ids_are_errors(ids):
+def test_case_24_unmatched_ids_are_errors(ids):
     with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids"):
         aux(ids).captured_layers(8)
 

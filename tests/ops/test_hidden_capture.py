@@ -13,6 +13,7 @@ from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, p
 OP = torch.ops.spec_kernels.hidden_capture.default
 ROOT = Path(__file__).resolve().parents[2]
 EPS = 1e-5
+ISAS = ("plain", "avx2", "avx512")
 
 SHAPES = [(0, 8), (1, 1), (3, 7), (2, 16), (5, 17), (33, 192), (4, 1000), (3, 7168)]
 
@@ -51,12 +52,15 @@ def test_against_float64(backend, dtype, shape):
     check_accuracy(backend, dtype, [shape])
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
     if not _library.LIBRARIES["cpu"].loaded:
         pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
+    if ISAS.index(isa) > ISAS.index(_library.cpu_isa()):
+        pytest.skip(f"this CPU, or SPEC_KERNELS_CPU_ISA, has no {isa}")
     code = (
         "import torch, test_hidden_capture as t\n"
+        f"assert t._library.cpu_isa() == {isa!r}\n"
         "torch.set_num_threads(1)\n"
         "for d in torch.float32, torch.bfloat16:\n"
         "    t.check_accuracy('cpu', d, t.SHAPES)\n"

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 import spec_kernels
 from spec_kernels import _library
 from spec_kernels.comm import Communicator
-from spec_kernels.comm.communicator import shared_memory_reason
+from spec_kernels.comm.communicator import _host, shared_memory_reason
 from spec_kernels.comm.launch import launch
 from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
 
@@ -192,25 +194,25 @@ def test_api_raises_value_error(call):
 
 @needs_shared_memory
 def test_second_thread_is_refused():
-    import threading
-
     owner, w = segment()
-    other = threading.Thread(
-        target=lambda: pytest.raises(RuntimeError, ops.pcie_barrier, w, 0, 2, 600)
-    )
-    other.start()
-    while int(w.view(torch.int64).count_nonzero()) == 0:
-        pass
-    message = ""
-    for _ in range(200):
+    errors = []
+
+    def wait_for_rank_1():
         try:
-            ops.pcie_barrier(w, 0, 2, 1)
+            ops.pcie_barrier(w, 0, 2, 2000)
         except RuntimeError as error:
-            message = str(error)
-        if "one call at a time" in message:
-            break
-    other.join()
-    assert "one call at a time" in message
+            errors.append(str(error))
+
+    first = threading.Thread(target=wait_for_rank_1)
+    first.start()
+    arrived = w.view(torch.int32)[_host.OFFSETS["arrived"] // 4]
+    while not arrived and first.is_alive():
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="workspace: expected one call at a time"):
+        ops.pcie_barrier(w, 0, 2, 1)
+    first.join()
+    # The refused call disturbed neither the waiting one nor its reason to fail.
+    assert len(errors) == 1 and "rank 1 did not arrive" in errors[0]
     owner.leave()
 
 

@@ -485,7 +485,7 @@ def test_case_21_a_chain_inside_a_tree_is_the_chain_alone(form, dtype, backend):
             assert_same_bits(a[:, nodes], b)
 
 
-def test_case_8_offsets_need_64_bits(backend):
+def test_case_08_offsets_need_64_bits(backend):
     # 4.3 GB of address space; only the pages in use are ever touched.
     page, dim = 16, 64
     num_pages = (1 << 31) // (page * dim) + 8

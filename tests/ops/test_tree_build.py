@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spec_kernels import (
     DraftTree,
     TreeStatus,
+    _library,
     chain_tree,
     link_tree,
     num_words,
@@ -340,12 +341,21 @@ def test_bad_outputs(backend, field):
         tree_build(**sound_arguments(), num_nodes=4, out=out, backend=backend)
 
 
+@pytest.mark.skipif(
+    not _library.LIBRARIES["cpu"].loaded, reason=f"_C_cpu: {_library.LIBRARIES['cpu'].reason}"
+)
 def test_raw_op_refuses_what_the_api_would():
-    a = sound_arguments()
-    out = DraftTree.allocate(2, 4)
-    out.ancestors = out.ancestors[:, :3]
-    with pytest.raises(RuntimeError, match="spec_kernels::tree_build: ancestors|shape"):
-        torch.ops.spec_kernels.tree_build(*a.values(), *out.tensors())
+    op = torch.ops.spec_kernels.tree_build.default
+    named = sound_arguments() | vars(DraftTree.allocate(2, 4))
+    op(*named.values())
+    for name, t in named.items():
+        # Another batch; the shapes of all others follow from scores and tokens.
+        blamed = {"scores": "candidates"}.get(name, name)
+        wrong = torch.zeros(3, *t.shape[1:], dtype=t.dtype)
+        with pytest.raises(
+            RuntimeError, match=f"spec_kernels::tree_build: {blamed}: expected shape"
+        ):
+            op(*(named | {name: wrong}).values())
 
 
 def test_opcheck():
