@@ -101,8 +101,7 @@ class Communicator:
         Args:
             world_size: 1 to 8.
             capacity: bytes of a slot, rounded up to whole pages; longer messages go in pieces. The
-                segment takes
-                ``2 * world_size + 1`` slots of anonymous memory, allocated here.
+                segment takes ``2 * world_size + 1`` slots of anonymous memory, allocated here.
             timeout_ms: how long a call waits for peers.
             policy: see ``spec_kernels.comm.policy``; chosen from the cores when None.
             transport: ``"gloo"`` forbids shared memory, ``"shared memory"`` insists on it; None
@@ -199,6 +198,19 @@ class Communicator:
         )
 
 
+def _checked_capacity(caller: str, capacity: int, timeout_ms: int, transport: str | None) -> int:
+    """``capacity`` in whole pages. ValueError for options that no group can have."""
+    if capacity < 1:
+        raise ValueError(f"{caller}: capacity: expected at least 1 byte, got {capacity}")
+    if not 0 < timeout_ms < 1 << 31:
+        raise ValueError(f"{caller}: timeout_ms: expected a positive number, got {timeout_ms}")
+    if transport not in (None, "gloo", "shared memory"):
+        raise ValueError(
+            f"{caller}: transport: expected None, 'gloo' or 'shared memory', got {transport!r}"
+        )
+    return -(-capacity // 4096) * 4096
+
+
 class Group:
     """A group before its ranks exist; see ``Communicator.create_group``."""
 
@@ -207,19 +219,8 @@ class Group:
             raise ValueError(
                 f"create_group: world_size: expected 1 to {MAX_RANKS} ranks, got {world_size}"
             )
-        if capacity < 1:
-            raise ValueError(f"create_group: capacity: expected at least 1 byte, got {capacity}")
-        if not 0 < timeout_ms < 1 << 31:
-            raise ValueError(
-                f"create_group: timeout_ms: expected a positive number, got {timeout_ms}"
-            )
-        if transport not in (None, "gloo", "shared memory"):
-            raise ValueError(
-                "create_group: transport: expected None, 'gloo' or 'shared memory', "
-                f"got {transport!r}"
-            )
+        self.capacity = _checked_capacity("create_group", capacity, timeout_ms, transport)
         self.world_size = world_size
-        self.capacity = -(-capacity // 4096) * 4096
         self.timeout_ms = timeout_ms
         self._segment = self._listener = None
         if world_size == 1:
@@ -289,6 +290,7 @@ def from_environment(
 
     Args and errors as for ``Communicator.create_group`` and ``Group.bind``.
     """
+    slot_bytes = _checked_capacity("from_environment", capacity, timeout_ms, transport)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return Communicator.single()
@@ -318,7 +320,7 @@ def from_environment(
         if reason is None:
             segment = _host.Segment.create(
                 world_size=world_size,
-                capacity=-(-capacity // 4096) * 4096,
+                capacity=slot_bytes,
                 **choose_policy(world_size, num_cores()).as_dict(),
             )
             store.set("segment", json.dumps([os.getpid(), segment.fd, segment.id.hex()]))

@@ -4,8 +4,8 @@ Forking from a parent that has imported torch starts eight ranks in milliseconds
 each would take seconds. What makes it safe here:
 
 - Ranks are forked from a thread made for it. A thread pool of OpenMP belongs to the thread that
-  first used it, and a
-  child whose forking thread had one hangs at its first parallel region; a fresh thread has none.
+  first used it, and a child whose forking thread had one hangs at its first parallel region; a
+  fresh thread has none.
 - A rank dies with its parent (PR_SET_PDEATHSIG), and with any other rank: the parent ends the rest
   at once.
 - Ranks ignore SIGINT: a terminal sends Ctrl-C to all of them, and only the parent answers it, by
@@ -74,8 +74,7 @@ class RankGroup:
         world_size: 1 to 8.
         args: passed on.
         config, capacity, timeout_ms, transport: see ``Communicator.create_group`` and
-            ``Group.bind``; a callable
-            ``config`` is called with the rank.
+            ``Group.bind``; a callable ``config`` is called with the rank.
         num_threads: torch threads of each rank (default: ``default_num_threads``).
     """
 

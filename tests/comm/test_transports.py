@@ -114,6 +114,12 @@ def test_environment_refuses(monkeypatch, environment, words):
         from_environment()
 
 
+@pytest.mark.parametrize("options", [{"capacity": 0}, {"timeout_ms": 0}, {"transport": "nccl"}])
+def test_environment_refuses_options_that_no_group_can_have(options):
+    with pytest.raises(ValueError, match=f"from_environment: {next(iter(options))}: expected"):
+        from_environment(**options)
+
+
 @needs_shared_memory
 def test_environment_settings_must_agree():
     outcomes = in_environment(

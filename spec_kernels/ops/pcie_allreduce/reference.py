@@ -31,7 +31,7 @@ def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     """``((p0+p1)+(p2+p3))+((p4+p5)+(p6+p7))`` in fp32, rounded once to the parts' dtype.
 
     An absent operand is skipped: three parts give ``(p0+p1)+p2``, five ``((p0+p1)+(p2+p3))+p4``,
-        six ``(…)+(p4+p5)``, seven ``(…)+((p4+p5)+p6)``.
+    six ``(…)+(p4+p5)``, seven ``(…)+((p4+p5)+p6)``.
     """
 
     def tree(level: list[torch.Tensor]) -> torch.Tensor:
