@@ -62,10 +62,9 @@ struct TreeAttentionArgs {
 
 // A present query row of the tree (all heads of it).
 struct AttentionNode {
-  int32_t row;         // n
-  int32_t num_path;    // keys on the path
-  int32_t path;        // where its slots begin in AttentionJob::slots; unused for a chain
-  int32_t is_chain;    // the path is slots 0 .. num_path-1
+  int32_t row;          // n
+  bool is_chain;        // the path is slots 0, 1, 2, ...
+  int64_t path;         // where its slots begin in AttentionJob::slots; unused for a chain
   int64_t first, last;  // visible positions
 };
 

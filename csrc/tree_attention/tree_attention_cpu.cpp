@@ -85,6 +85,7 @@ struct Plan {
   std::vector<int32_t> job_group;
   std::unique_ptr<std::atomic<int64_t>[]> pending;
   int64_t num_pending = 0;
+  std::vector<bool> present;
   std::vector<char> memory;
 };
 
@@ -141,12 +142,11 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
       highest_bit = std::max(highest_bit, highest);
       AttentionNode node{};
       node.row = static_cast<int32_t>(n);
-      node.num_path = static_cast<int32_t>(num_path);
       node.is_chain = is_chain;
       node.last = context + num_path - 1;
       node.first = c.window > 0 ? std::max<int64_t>(0, node.last - c.window + 1) : 0;
       if (!is_chain) {
-        node.path = static_cast<int32_t>(plan.slots.size());
+        node.path = static_cast<int64_t>(plan.slots.size());
         for (int64_t i = 0; i < c.num_words; ++i) {
           for (uint32_t word = static_cast<uint32_t>(words[i * c.word_stride[2]]); word; word &= word - 1) {
             plan.slots.push_back(static_cast<int32_t>(32 * i + __builtin_ctz(word)));
@@ -261,11 +261,10 @@ void attend(const Call& c) {
   for (int64_t b = 0; b < c.num_batch; ++b) {
     const Request& request = requests[b];
     if (request.num_nodes < c.num_rows) {
-      int64_t next = 0;
-      std::vector<bool> present(static_cast<size_t>(c.num_rows));
-      for (; next < request.num_nodes; ++next) present[plan.nodes[request.first_node + next].row] = true;
+      plan.present.assign(static_cast<size_t>(c.num_rows), false);
+      for (int64_t i = 0; i < request.num_nodes; ++i) plan.present[plan.nodes[request.first_node + i].row] = true;
       for (int64_t n = 0; n < c.num_rows; ++n) {
-        if (present[n]) continue;
+        if (plan.present[n]) continue;
         a.dtype == Float::kBf16 ? clear_row<uint16_t>(a, b, n) : clear_row<float>(a, b, n);
       }
     }

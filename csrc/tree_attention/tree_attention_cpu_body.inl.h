@@ -130,9 +130,15 @@ void resolve_none(const Work<T>& w, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) w.key_rows[i] = w.value_rows[i] = nullptr;
 }
 
+// Words u .. u+15 of a row of `num` elements, zeros beyond its end.
 SK_INLINE void load_words(const float* in, int64_t u, int64_t num, uint32_t* out) {
+#if defined(__AVX512F__)
+  const __mmask16 inside = static_cast<__mmask16>(num - u >= 16 ? 0xffff : (1u << (num - u)) - 1);
+  _mm512_storeu_ps(out, _mm512_maskz_loadu_ps(inside, in + u));
+#else
   std::memset(out, 0, 64);
   std::memcpy(out, in + u, static_cast<size_t>(least(16, num - u)) * sizeof(float));
+#endif
 }
 
 SK_INLINE void load_words(const bf16* in, int64_t u, int64_t num, uint32_t* out) {
@@ -140,8 +146,8 @@ SK_INLINE void load_words(const bf16* in, int64_t u, int64_t num, uint32_t* out)
   const F32x16 v = num - u >= 16 ? load(in + u) : load_partial(in + u, num - u);
   std::memcpy(out, &v, 64);
 #else
-  std::memset(out, 0, 64);
-  std::memcpy(out, in + 2 * u, static_cast<size_t>(least(32, num - 2 * u)) * sizeof(bf16));
+  const __mmask32 inside = num - 2 * u >= 32 ? 0xffffffffu : (1u << (num - 2 * u)) - 1;
+  _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(inside, in + 2 * u));
 #endif
 }
 
@@ -201,19 +207,18 @@ constexpr int64_t kTileColumn = kLeafKeys / 32 * 256 + 16;
 SK_INLINE int64_t value_tile(int64_t s, int64_t t) { return t * kTileColumn + s * 256; }
 
 void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
-  static const bf16 kZeros[32] = {};
   const int64_t full = w.a.v_dim / 32 * 32;
   for (int64_t i = begin; i < end; i += 2) {
     const bf16* rows[2] = {w.value_rows[i], w.value_rows[i + 1]};
     for (int64_t c = 0; c < w.columns; c += 32) {
       __m512i x[2];
       for (int k = 0; k < 2; ++k) {
-        if (c < full) {
-          x[k] = _mm512_loadu_si512(rows[k] ? rows[k] + c : kZeros);
+        if (!rows[k]) {
+          x[k] = _mm512_setzero_si512();
+        } else if (c < full) {
+          x[k] = _mm512_loadu_si512(rows[k] + c);
         } else {
-          bf16 tail[32] = {};
-          if (rows[k]) std::memcpy(tail, rows[k] + c, static_cast<size_t>(w.a.v_dim - c) * sizeof(bf16));
-          x[k] = _mm512_loadu_si512(tail);
+          x[k] = _mm512_maskz_loadu_epi16((1u << (w.a.v_dim - c)) - 1, rows[k] + c);
         }
       }
       uint32_t* out = w.values + value_tile(i / 32, c / 16) + (i % 32) / 2 * 16;
@@ -364,6 +369,13 @@ SK_INLINE void with_rows(int n, const F& f) {
   f(Constant<kNum>{});
 }
 
+// Covers [begin, end) with calls of f(at, constant): as many of kNum as fit, then of half as many, down to one.
+template <int kNum, class F>
+SK_INLINE void cover(int64_t begin, int64_t end, const F& f) {
+  for (; begin + kNum <= end; begin += kNum) f(begin, Constant<kNum>{});
+  if constexpr (kNum > 1) cover<kNum / 2>(begin, end, f);
+}
+
 // scores[r][16 v ..] = sum over units of q[r][unit] * keys[group v][unit]
 template <int kNum, int kVectors>
 void score_block(const Broadcast* q, int64_t q_stride, const Broadcast* keys, int64_t key_words, int64_t key_units,
@@ -391,15 +403,10 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
     float* scores = w.scores + r * kScoreStride;
     with_rows<kRows>(rows - r < kRows ? rows - r : kRows, [&](auto num) {
       constexpr int kNum = decltype(num)::value;
-      constexpr int kVectors = Vectors<kNum>::value;
-      int64_t g = first_group;
-      for (; g + kVectors <= end_group; g += kVectors) {
-        score_block<kNum, kVectors>(q, w.key_words, keys + g * w.key_words * 16, w.key_words, w.key_units,
-                                    scores + g * 16);
-      }
-      for (; g < end_group; ++g) {
-        score_block<kNum, 1>(q, w.key_words, keys + g * w.key_words * 16, w.key_words, w.key_units, scores + g * 16);
-      }
+      cover<Vectors<kNum>::value>(first_group, end_group, [&](int64_t g, auto vectors) {
+        score_block<kNum, decltype(vectors)::value>(q, w.key_words, keys + g * w.key_words * 16, w.key_words,
+                                                    w.key_units, scores + g * 16);
+      });
     });
   }
 }
@@ -439,13 +446,10 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
     float* out = acc + r * w.columns;
     with_rows<kRows>(rows - r < kRows ? rows - r : kRows, [&](auto num) {
       constexpr int kNum = decltype(num)::value;
-      constexpr int kVectors = Vectors<kNum>::value;
-      int64_t c = 0;
-      for (; c + 16 * kVectors <= full; c += 16 * kVectors) {
-        value_block<kNum, kVectors, false>(w, weights, begin, end, c, out);
-      }
-      for (; c < full; c += 16) value_block<kNum, 1, false>(w, weights, begin, end, c, out);
-      if (c < w.a.v_dim) value_block<kNum, 1, true>(w, weights, begin, end, c, out);
+      cover<Vectors<kNum>::value>(0, full / 16, [&](int64_t v, auto vectors) {
+        value_block<kNum, decltype(vectors)::value, false>(w, weights, begin, end, v * 16, out);
+      });
+      if (full < w.a.v_dim) value_block<kNum, 1, true>(w, weights, begin, end, full, out);
     });
   }
 }
@@ -480,10 +484,9 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
     float* out = acc + r * w.columns;
     with_rows<kRows>(rows - r < kRows ? rows - r : kRows, [&](auto num) {
       constexpr int kNum = decltype(num)::value;
-      constexpr int kVectors = Vectors<kNum>::value;
-      int64_t t = 0;
-      for (; t + kVectors <= tiles; t += kVectors) value_block<kNum, kVectors>(w, weights, begin, end, t, out);
-      for (; t < tiles; ++t) value_block<kNum, 1>(w, weights, begin, end, t, out);
+      cover<Vectors<kNum>::value>(0, tiles, [&](int64_t t, auto vectors) {
+        value_block<kNum, decltype(vectors)::value>(w, weights, begin, end, t, out);
+      });
     });
   }
 }

@@ -81,8 +81,8 @@ namespace fma_math {
 #undef SK_MATH
 }  // namespace fma_math
 
-// Whether compilers and sources meet here: AVX-512 builds on x86 with GCC or Clang that know these sets.
-#if defined(__AVX512F__)
+// Compilers older than these do not know the sets; bf16 then goes through fp32 FMA.
+#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 11)
 #define SK_BF16_SETS 1
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)

@@ -114,7 +114,8 @@ def tree_attention(
     A row's set bits in ascending order are its path: the k-th has position ``context_lens[b] + k``.
     The CPU kernel adds keys up by these positions alone, so a row has the same bits however its
     keys are divided between prefix and tree, alone or in any tree and batch, on any number of
-    threads: decoding a path token by token and verifying it inside a tree agree bit for bit.
+    threads: decoding a path token by token and verifying it inside a tree agree bit for bit, at
+    every length. Instruction sets may differ by rounding, and the reference promises no bits.
 
     Args:
         q: ``[B, N, H, Dk]`` float32 or bfloat16. Rows may be strided.

@@ -88,7 +88,7 @@ def attend(
         num_keys = check_values(op, num_pages, page, block_tables, context_lens, bits, window)
     out = torch.zeros(num_batch, num_rows, num_heads, v_dim, dtype=dtype, device=q.device)
     lse = torch.full((num_batch, num_rows, num_heads), -torch.inf, dtype=dtype, device=q.device)
-    if num_keys == 0 or num_pages == 0 or out.numel() == 0:
+    if num_keys == 0 or num_pages == 0 or lse.numel() == 0:
         return out, lse
 
     visible = _visibility(bits, context_lens, num_keys, window)
