@@ -1,12 +1,14 @@
 // Attention of tree rows over a paged cache, in positions rather than cache slots.
 //
-// A row's path is its set ancestor bits in ascending order; the k-th path key stands at position context + k, and a
-// prefix key at its own index, so every row sees one contiguous range of positions [first, last]. All arithmetic is
-// laid out by absolute position: leaves of kLeafKeys keys, each with its own maximum, sum and weighted values, merged by
-// log-sum-exp along the aligned binary tree over leaf numbers (leaf 2i with 2i+1, and so on upwards). A leaf that a row
-// does not see is the exact identity of that merge, and a key that it does not see adds exact zeros. So a row's bits are
-// a function of its query and of the keys on its path by position, and of nothing else: not of the division between
-// prefix and tree, the other rows, the batch, the jobs that the work was cut into, or the threads.
+// A row's path is its set ancestor bits in ascending order; the k-th path key stands at position
+// context + k, and a prefix key at its own index, so every row sees one contiguous range of
+// positions [first, last]. All arithmetic is laid out by absolute position: leaves of kLeafKeys
+// keys, each with its own maximum, sum and weighted values, merged by log-sum-exp along the aligned
+// binary tree over leaf numbers (leaf 2i with 2i+1, and so on upwards). A leaf that a row does not
+// see is the exact identity of that merge, and a key that it does not see adds exact zeros. So a
+// row's bits are a function of its query and of the keys on its path by position, and of nothing
+// else: not of the division between prefix and tree, the other rows, the batch, the jobs that the
+// work was cut into, or the threads.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +21,8 @@ namespace spec_kernels {
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kMaxSplits = 128;
 
-// Twin of spec_kernels/ops/tree_attention/splits.py: the least kKeyBlock * 2^k with which kMaxSplits splits suffice.
+// Twin of spec_kernels/ops/tree_attention/splits.py: the least kKeyBlock * 2^k with which
+// kMaxSplits splits suffice.
 static inline int64_t attention_split_size(int64_t context_len) {
   int64_t size = kKeyBlock;
   while (size <= (context_len - 1) / kMaxSplits) size *= 2;
@@ -36,12 +39,13 @@ constexpr int kTileRows = 32;
 constexpr int kMaxJobRows = 512;
 constexpr int64_t kMaxHeadDim = 16384;
 
-// What multiplies bf16: fp32 FMA, AVX512-BF16 dot products, or AMX tiles. Chosen once for the process, never by shape,
-// since each has its own rounding. fp32 always takes kFma.
+// What multiplies bf16: fp32 FMA, AVX512-BF16 dot products, or AMX tiles. Chosen once for the
+// process, never by shape, since each has its own rounding. fp32 always takes kFma.
 enum class Bf16Math { kFma, kDot, kAmx };
 
 struct TreeAttentionArgs {
-  // A query is the concatenation of one or two pieces: [B, N, H, q_dim[i]], strides of the first three dimensions.
+  // A query is the concatenation of one or two pieces: [B, N, H, q_dim[i]], strides of the first
+  // three dimensions.
   const void* q[2];
   int64_t q_dim[2];
   int64_t q_stride[2][3];
@@ -68,7 +72,8 @@ struct AttentionNode {
   int64_t first, last;  // visible positions
 };
 
-// One unit of work: some nodes of a request, one KV head, an aligned run of leaves. Chain nodes come first.
+// One unit of work: some nodes of a request, one KV head, an aligned run of leaves. Chain nodes
+// come first.
 struct AttentionJob {
   int64_t request, kv_head, context;
   const AttentionNode* nodes;
@@ -77,14 +82,17 @@ struct AttentionJob {
   int64_t first_leaf, num_leaves;
 };
 
-static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+static inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
-// Units of 32 bits in a packed key (an fp32 or a pair of bf16; the fp32 count bounds both), and columns of a packed
-// accumulator row.
+// Units of 32 bits in a packed key (an fp32 or a pair of bf16; the fp32 count bounds both), and
+// columns of a packed accumulator row.
 static inline int64_t packed_units(const TreeAttentionArgs& a) { return round_up(a.k_dim, 16); }
 static inline int64_t packed_columns(const TreeAttentionArgs& a) { return round_up(a.v_dim, 32); }
 
-// Accumulators that wait for their right-hand sibling: one for each level of the merge tree, and the newest leaf.
+// Accumulators that wait for their right-hand sibling: one for each level of the merge tree, and
+// the newest leaf.
 static inline int64_t merge_levels(int64_t num_leaves) {
   int64_t levels = 2;
   while (num_leaves > 1) {
@@ -99,18 +107,21 @@ static inline int64_t partial_floats(const TreeAttentionArgs& a, int64_t num_row
   return round_up(num_rows, 16) * 2 + num_rows * packed_columns(a);
 }
 
-static inline int64_t scratch_floats(const TreeAttentionArgs& a, int64_t num_rows, int64_t num_leaves) {
+static inline int64_t scratch_floats(const TreeAttentionArgs& a, int64_t num_rows,
+                                     int64_t num_leaves) {
   const int64_t pointers = 2 * kLeafKeys * 2;
   const int64_t scores = kTileRows * (kLeafKeys + 16) * 2;
   const int64_t values = packed_columns(a) * (kLeafKeys + 1);
-  return round_up(num_rows, kTileRows) * packed_units(a) + kLeafKeys * packed_units(a) + values + scores + pointers + merge_levels(num_leaves) * partial_floats(a, num_rows) + 64;
+  return round_up(num_rows, kTileRows) * packed_units(a) + kLeafKeys * packed_units(a) + values +
+         scores + pointers + merge_levels(num_leaves) * partial_floats(a, num_rows) + 64;
 }
 
-// run: attends job's rows to its leaves; the result goes to `partial`, or, when that is null, to out and lse.
-// merge: combines num_partials consecutive partials of neighbouring runs (destroying them) into out and lse.
-SK_DECLARE_KERNEL(void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
-                                          float* scratch, float* partial))
-SK_DECLARE_KERNEL(void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
-                                            float* partials, int64_t num_partials))
+// run: attends job's rows to its leaves; the result goes to `partial`, or, when that is null, to
+// out and lse. merge: combines num_partials consecutive partials of neighbouring runs (destroying
+// them) into out and lse.
+SK_DECLARE_KERNEL(void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job,
+                                          Bf16Math math, float* scratch, float* partial))
+SK_DECLARE_KERNEL(void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job,
+                                            Bf16Math math, float* partials, int64_t num_partials))
 
 }  // namespace spec_kernels

@@ -21,7 +21,8 @@ namespace spec_kernels {
 namespace {
 
 constexpr int64_t kMaxWords = 32;
-// Multiply-adds below which waking other threads costs more than it brings (some ten microseconds of work).
+// Multiply-adds below which waking other threads costs more than it brings (some ten microseconds
+// of work).
 constexpr double kSerialWork = 1.5e6;
 // Jobs a thread, so that one disturbed thread does not hold up the call.
 constexpr int64_t kJobsPerThread = 4;
@@ -36,7 +37,9 @@ bool request_amx() {
 
 bool cpu_has(uint32_t leaf, uint32_t subleaf, int reg, int bit) {
   uint32_t r[4];
-  __asm__ volatile("cpuid" : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3]) : "a"(leaf), "c"(subleaf));
+  __asm__ volatile("cpuid"
+                   : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3])
+                   : "a"(leaf), "c"(subleaf));
   return r[reg] >> bit & 1;
 }
 #endif
@@ -113,17 +116,20 @@ void check_page(const Call& c, int64_t b, int64_t block) {
 template <class T>
 void clear_row(const TreeAttentionArgs& a, int64_t b, int64_t n) {
   for (int64_t h = 0; h < a.num_heads; ++h) {
-    T* out = static_cast<T*>(a.out) + b * a.out_stride[0] + n * a.out_stride[1] + h * a.out_stride[2];
+    T* out =
+        static_cast<T*>(a.out) + b * a.out_stride[0] + n * a.out_stride[1] + h * a.out_stride[2];
     std::fill_n(out, a.v_dim, T(0));
     a.lse[b * a.lse_stride[0] + n * a.lse_stride[1] + h * a.lse_stride[2]] = -INFINITY;
   }
 }
 
-// Reads one request's words into nodes, chains first, and checks every value that its rows will lead to.
+// Reads one request's words into nodes, chains first, and checks every value that its rows will
+// lead to.
 Request read_request(const Call& c, int64_t b, Plan& plan) {
   Request request{c.context_lens.at(b), static_cast<int64_t>(plan.nodes.size()), 0, 0};
   const int64_t context = request.context;
-  SK_CHECK(context >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0", context);
+  SK_CHECK(context >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0",
+           context);
   const int64_t capacity = c.num_blocks * c.args.page;
   int64_t highest_bit = -1;
   bool sorted = true;
@@ -148,7 +154,8 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
       if (!is_chain) {
         node.path = static_cast<int64_t>(plan.slots.size());
         for (int64_t i = 0; i < c.num_words; ++i) {
-          for (uint32_t word = static_cast<uint32_t>(words[i * c.word_stride[2]]); word; word &= word - 1) {
+          for (uint32_t word = static_cast<uint32_t>(words[i * c.word_stride[2]]); word;
+               word &= word - 1) {
             plan.slots.push_back(static_cast<int32_t>(32 * i + __builtin_ctz(word)));
           }
         }
@@ -161,14 +168,18 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
     }
   }
   if (request.num_nodes == 0) return request;
-  SK_CHECK(context <= capacity - highest_bit - 1, c.op, ("block_tables[" + std::to_string(b) + "]").c_str(),
-           "room for " + std::to_string(context) + " + " + std::to_string(highest_bit + 1) + " positions", capacity);
+  SK_CHECK(context <= capacity - highest_bit - 1, c.op,
+           ("block_tables[" + std::to_string(b) + "]").c_str(),
+           "room for " + std::to_string(context) + " + " + std::to_string(highest_bit + 1) +
+               " positions",
+           capacity);
 
   AttentionNode* nodes = plan.nodes.data() + request.first_node;
   // A job's chain rows must see one gapless range between them.
   if (!sorted) {
-    std::stable_sort(nodes, nodes + request.num_chain,
-                     [](const AttentionNode& x, const AttentionNode& y) { return x.last < y.last; });
+    std::stable_sort(
+        nodes, nodes + request.num_chain,
+        [](const AttentionNode& x, const AttentionNode& y) { return x.last < y.last; });
   }
   const int64_t page = c.args.page;
   int64_t first = context;
@@ -177,8 +188,10 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
   for (int64_t block = first / page; block < prefix_blocks; ++block) check_page(c, b, block);
   int64_t checked = -1;
   for (int64_t i = 0; i < request.num_nodes; ++i) {
-    for (int64_t position = std::max(nodes[i].first, context); position <= nodes[i].last; ++position) {
-      const int64_t slot = nodes[i].is_chain ? position : context + plan.slots[nodes[i].path + position - context];
+    for (int64_t position = std::max(nodes[i].first, context); position <= nodes[i].last;
+         ++position) {
+      const int64_t slot =
+          nodes[i].is_chain ? position : context + plan.slots[nodes[i].path + position - context];
       if (slot / page == checked) continue;
       checked = slot / page;
       check_page(c, b, checked);
@@ -188,7 +201,8 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
 }
 
 // Cuts a request's nodes into jobs' worth of rows and its leaves into aligned runs.
-void plan_request(const Call& c, int64_t b, const Request& request, int64_t wanted_runs, Plan& plan) {
+void plan_request(const Call& c, int64_t b, const Request& request, int64_t wanted_runs,
+                  Plan& plan) {
   const TreeAttentionArgs& a = c.args;
   const int64_t max_nodes = std::max<int64_t>(1, kMaxJobRows / a.group);
   const AttentionNode* nodes = plan.nodes.data() + request.first_node;
@@ -197,7 +211,8 @@ void plan_request(const Call& c, int64_t b, const Request& request, int64_t want
     int64_t end = begin, num_chain = 0, first = nodes[begin].first, last = 0;
     for (; end < request.num_nodes && end - begin < max_nodes; ++end) {
       const AttentionNode& node = nodes[end];
-      // Windows that leave a gap among tree keys: what lies in the gap is seen by nobody and may be anything.
+      // Windows that leave a gap among tree keys: what lies in the gap is seen by nobody and may be
+      // anything.
       if (node.is_chain ? end > begin && node.first > std::max(request.context, last + 1)
                         : num_chain > 0 && nodes[begin].first > request.context) {
         break;
@@ -262,7 +277,8 @@ void attend(const Call& c) {
     const Request& request = requests[b];
     if (request.num_nodes < c.num_rows) {
       plan.present.assign(static_cast<size_t>(c.num_rows), false);
-      for (int64_t i = 0; i < request.num_nodes; ++i) plan.present[plan.nodes[request.first_node + i].row] = true;
+      for (int64_t i = 0; i < request.num_nodes; ++i)
+        plan.present[plan.nodes[request.first_node + i].row] = true;
       for (int64_t n = 0; n < c.num_rows; ++n) {
         if (plan.present[n]) continue;
         a.dtype == Float::kBf16 ? clear_row<uint16_t>(a, b, n) : clear_row<float>(a, b, n);
@@ -275,9 +291,12 @@ void attend(const Call& c) {
     work += keys * (rows + 8 * c.num_kv_heads) * static_cast<double>(a.k_dim + a.v_dim);
   }
   if (num_requests == 0) return;
-  const int64_t num_threads = work < kSerialWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t num_threads =
+      work < kSerialWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
   const int64_t wanted_runs =
-      num_threads == 1 ? 1 : std::max<int64_t>(1, kJobsPerThread * num_threads / (num_requests * c.num_kv_heads));
+      num_threads == 1
+          ? 1
+          : std::max<int64_t>(1, kJobsPerThread * num_threads / (num_requests * c.num_kv_heads));
   for (int64_t b = 0; b < c.num_batch; ++b) plan_request(c, b, requests[b], wanted_runs, plan);
 
   int64_t scratch = 0, partials = 0, num_split = 0;
@@ -300,7 +319,8 @@ void attend(const Call& c) {
       plan.pending.reset(new std::atomic<int64_t>[static_cast<size_t>(num_groups)]);
       plan.num_pending = num_groups;
     }
-    for (int64_t g = 0; g < num_groups; ++g) plan.pending[g].store(plan.groups[g].num_jobs, std::memory_order_relaxed);
+    for (int64_t g = 0; g < num_groups; ++g)
+      plan.pending[g].store(plan.groups[g].num_jobs, std::memory_order_relaxed);
   }
 
   const Bf16Math math = bf16_math();
@@ -319,9 +339,11 @@ void attend(const Call& c) {
         continue;
       }
       float* const first = partial_memory + group.partial;
-      run(a, job, math, own, first + (j - group.first_job) * partial_floats(a, job.num_nodes * a.group));
+      run(a, job, math, own,
+          first + (j - group.first_job) * partial_floats(a, job.num_nodes * a.group));
       // Whoever finishes last merges; the order of the merge is fixed, whoever does it.
-      if (shared->pending[g].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(a, job, math, first, group.num_jobs);
+      if (shared->pending[g].fetch_sub(1, std::memory_order_acq_rel) == 1)
+        merge(a, job, math, first, group.num_jobs);
     }
   };
   if (num_workers == 1) {
@@ -337,20 +359,24 @@ void set_strides(const Tensor& t, int64_t (&stride)[3]) {
 
 void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i) {
-    SK_CHECK(t.size(i) <= 1 || t.stride(i) != 0, op, name, "rows that do not overlap", "a stride of 0");
+    SK_CHECK(t.size(i) <= 1 || t.stride(i) != 0, op, name, "rows that do not overlap",
+             "a stride of 0");
   }
 }
 
-// The checks that both forms share. `q` gives the rows and heads; k_cache is [P, page, Hkv, Dk] or [P, page, Dk].
-Call common_call(const char* op, const char* k_name, const Tensor& q, const Tensor& k_cache, int64_t k_dim, int64_t v_dim,
-                 int64_t num_kv_heads, const Tensor& block_tables, const Tensor& context_lens, const Tensor& ancestors,
-                 double scale, double logit_cap, int64_t window, const Tensor& out, const Tensor& lse) {
+// The checks that both forms share. `q` gives the rows and heads; k_cache is [P, page, Hkv, Dk] or
+// [P, page, Dk].
+Call common_call(const char* op, const char* k_name, const Tensor& q, const Tensor& k_cache,
+                 int64_t k_dim, int64_t v_dim, int64_t num_kv_heads, const Tensor& block_tables,
+                 const Tensor& context_lens, const Tensor& ancestors, double scale,
+                 double logit_cap, int64_t window, const Tensor& out, const Tensor& lse) {
   const int64_t num_batch = q.size(0), num_rows = q.size(1), num_heads = q.size(2);
   SK_CHECK(k_cache.size(1) >= 1, op, k_name, "a page size of at least 1", k_cache.size(1));
   SK_CHECK(num_heads == 0 || (num_kv_heads >= 1 && num_heads % num_kv_heads == 0), op, k_name,
            "a number of heads that divides " + std::to_string(num_heads), num_kv_heads);
   SK_CHECK(k_dim >= 1 && k_dim <= kMaxHeadDim && v_dim <= kMaxHeadDim, op, k_name,
-           "1 to " + std::to_string(kMaxHeadDim) + " columns", std::to_string(k_dim) + " and " + std::to_string(v_dim));
+           "1 to " + std::to_string(kMaxHeadDim) + " columns",
+           std::to_string(k_dim) + " and " + std::to_string(v_dim));
   check_same_device(op, "block_tables", block_tables, q);
   check_int(op, "block_tables", block_tables);
   check_shape(op, "block_tables", block_tables, {num_batch, -1});
@@ -360,7 +386,8 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_same_device(op, "ancestors", ancestors, q);
   check_dtype(op, "ancestors", ancestors, ScalarType::Int);
   check_shape(op, "ancestors", ancestors, {num_batch, num_rows, -1});
-  SK_CHECK(ancestors.size(2) <= kMaxWords, op, "ancestors", "at most 32 words a row", ancestors.size(2));
+  SK_CHECK(ancestors.size(2) <= kMaxWords, op, "ancestors", "at most 32 words a row",
+           ancestors.size(2));
   SK_CHECK(std::isfinite(scale), op, "scale", "a finite number", scale);
   SK_CHECK(std::isfinite(logit_cap), op, "logit_cap", "a finite number", logit_cap);
   check_same_device(op, "out", out, q);
@@ -373,7 +400,8 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_shape(op, "lse", lse, {num_batch, num_rows, num_heads});
   check_no_overlap(op, "lse", lse);
 
-  Call c{op, {}, IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0, 0, 0};
+  Call c{op, {}, IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0,
+         0,  0};
   TreeAttentionArgs& a = c.args;
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
@@ -409,8 +437,9 @@ void check_query(const char* op, const char* name, const Tensor& t) {
   check_last_dim(op, name, t);
 }
 
-void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens, Tensor ancestors,
-                    double scale, double logit_cap, int64_t window, Tensor out, Tensor lse) {
+void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables,
+                    Tensor context_lens, Tensor ancestors, double scale, double logit_cap,
+                    int64_t window, Tensor out, Tensor lse) {
   constexpr char kOp[] = "tree_attention";
   check_query(kOp, "q", q);
   const int64_t k_dim = q.size(3);
@@ -422,8 +451,8 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
   check_dtype(kOp, "v_cache", v_cache, q.scalar_type());
   check_shape(kOp, "v_cache", v_cache, {k_cache.size(0), k_cache.size(1), k_cache.size(2), -1});
   check_last_dim(kOp, "v_cache", v_cache);
-  Call c = common_call(kOp, "k_cache", q, k_cache, k_dim, v_cache.size(3), k_cache.size(2), block_tables, context_lens,
-                       ancestors, scale, logit_cap, window, out, lse);
+  Call c = common_call(kOp, "k_cache", q, k_cache, k_dim, v_cache.size(3), k_cache.size(2),
+                       block_tables, context_lens, ancestors, scale, logit_cap, window, out, lse);
   TreeAttentionArgs& a = c.args;
   a.q[0] = q.data_ptr();
   a.q_dim[0] = k_dim;
@@ -435,8 +464,9 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
   attend(c);
 }
 
-void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_tables, Tensor context_lens,
-                        Tensor ancestors, double scale, double logit_cap, int64_t window, Tensor out, Tensor lse) {
+void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_tables,
+                        Tensor context_lens, Tensor ancestors, double scale, double logit_cap,
+                        int64_t window, Tensor out, Tensor lse) {
   constexpr char kOp[] = "tree_attention_mla";
   check_query(kOp, "q_latent", q_latent);
   const int64_t rank = q_latent.size(3);
@@ -449,8 +479,8 @@ void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor blo
   check_shape(kOp, "cache", cache, {-1, -1, k_dim});
   check_last_dim(kOp, "cache", cache);
   SK_CHECK(rank >= 1, kOp, "q_latent", "at least one column", rank);
-  Call c = common_call(kOp, "cache", q_latent, cache, k_dim, rank, 1, block_tables, context_lens, ancestors, scale,
-                       logit_cap, window, out, lse);
+  Call c = common_call(kOp, "cache", q_latent, cache, k_dim, rank, 1, block_tables, context_lens,
+                       ancestors, scale, logit_cap, window, out, lse);
   TreeAttentionArgs& a = c.args;
   const Tensor* pieces[2] = {&q_latent, &q_rope};
   for (int i = 0; i < 2; ++i) {
@@ -472,6 +502,7 @@ STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) {
 
 }  // namespace spec_kernels
 
-extern "C" __attribute__((visibility("default"))) int64_t spec_kernels_attention_splits(int64_t context_len) {
+extern "C" __attribute__((visibility("default"))) int64_t
+spec_kernels_attention_splits(int64_t context_len) {
   return spec_kernels::attention_splits(context_len);
 }

@@ -1,18 +1,21 @@
-// Included by tree_attention_cpu_kernels.cpp once for each SK_MATH; no include guard, for that reason.
+// Included by tree_attention_cpu_kernels.cpp once for each SK_MATH; no include guard, for that
+// reason.
 //
-// A leaf of keys is packed once and serves every row of the job. Keys are packed transposed, in groups of 16: word u of
-// group g holds unit u of its 16 keys, where a unit is one fp32, or a pair of bf16 for the dot and AMX forms. Values are
-// packed only where their form must change: to fp32 for bf16 under FMA, to pairs of keys for dot and AMX.
+// A leaf of keys is packed once and serves every row of the job. Keys are packed transposed, in
+// groups of 16: word u of group g holds unit u of its 16 keys, where a unit is one fp32, or a pair
+// of bf16 for the dot and AMX forms. Values are packed only where their form must change: to fp32
+// for bf16 under FMA, to pairs of keys for dot and AMX.
 namespace {
 
 #if SK_MATH == SK_MATH_FMA
-typedef float Weight;  // type of a softmax weight on its way into the second product
+typedef float Weight;        // type of a softmax weight on its way into the second product
 constexpr int kKeyStep = 1;  // keys that the second product takes at a time
 #else
 typedef bf16 Weight;
 constexpr int kKeyStep = 32;
 #endif
-// Not powers of two, so that rows do not share cache sets; whole cache lines, so that a tile row is one.
+// Not powers of two, so that rows do not share cache sets; whole cache lines, so that a tile row is
+// one.
 constexpr int64_t kScoreStride = kLeafKeys + 16;
 constexpr int64_t kWeightStride = SK_MATH == SK_MATH_FMA ? kScoreStride : kLeafKeys + 32;
 
@@ -31,18 +34,21 @@ struct Work {
   const TreeAttentionArgs& a;
   const AttentionJob& job;
   int64_t num_rows, key_units, key_words, columns;
-  uint32_t* q;      // [rows up to a multiple of 32][key_words]
-  uint32_t* keys;   // [16 groups][key_words][16]
+  uint32_t* q;     // [rows up to a multiple of 32][key_words]
+  uint32_t* keys;  // [16 groups][key_words][16]
   uint32_t* values;
-  float* scores;    // [kTileRows][kScoreStride]
-  Weight* weights;  // [kTileRows][kWeightStride]; fp32 weights overwrite the scores
-  const T** key_rows;    // [kLeafKeys], null where no row looks
-  const T** value_rows;
+  float* scores;          // [kTileRows][kScoreStride]
+  Weight* weights;        // [kTileRows][kWeightStride]; fp32 weights overwrite the scores
+  const void** key_rows;  // [kLeafKeys], null where no row looks
+  const void** value_rows;
   float* levels;
   int tile_rows[2] = {-1, -1};  // rows for which the AMX tiles stand configured
 
   Work(const TreeAttentionArgs& args, const AttentionJob& the_job, float* scratch)
-      : a(args), job(the_job), num_rows(the_job.num_nodes * args.group), columns(packed_columns(args)) {
+      : a(args),
+        job(the_job),
+        num_rows(the_job.num_nodes * args.group),
+        columns(packed_columns(args)) {
     key_units = SK_MATH == SK_MATH_FMA ? a.k_dim : (a.k_dim + 1) / 2;
     key_words = round_up(key_units, 16);
     float* at = scratch;
@@ -55,16 +61,19 @@ struct Work {
     keys = reinterpret_cast<uint32_t*>(take(kLeafKeys * key_words));
     values = reinterpret_cast<uint32_t*>(take((kLeafKeys + 1) * columns));
     scores = take(kTileRows * kScoreStride);
-    weights = reinterpret_cast<Weight*>(SK_MATH == SK_MATH_FMA ? scores : take(kTileRows * kScoreStride));
-    key_rows = reinterpret_cast<const T**>(take(2 * kLeafKeys));
-    value_rows = reinterpret_cast<const T**>(take(2 * kLeafKeys));
+    weights =
+        reinterpret_cast<Weight*>(SK_MATH == SK_MATH_FMA ? scores : take(kTileRows * kScoreStride));
+    key_rows = reinterpret_cast<const void**>(take(2 * kLeafKeys));
+    value_rows = reinterpret_cast<const void**>(take(2 * kLeafKeys));
     levels = at;
   }
 
-  Partial level(int64_t i) const { return Partial(a, num_rows, levels + i * partial_floats(a, num_rows)); }
+  Partial level(int64_t i) const {
+    return Partial(a, num_rows, levels + i * partial_floats(a, num_rows));
+  }
 };
 
-// ---------------------------------------------------------------------------------------------------------- packing
+// ---- packing
 
 template <class T>
 void pack_query(const Work<T>& w) {
@@ -80,19 +89,22 @@ void pack_query(const Work<T>& w) {
       const T* in = static_cast<const T*>(a.q[piece]) + w.job.request * stride[0] +
                     w.job.nodes[r / a.group].row * stride[1] + head * stride[2];
 #if SK_MATH == SK_MATH_FMA
-      for (int64_t i = 0; i < a.q_dim[piece]; ++i) reinterpret_cast<float*>(out)[at + i] = to_float(in[i]);
+      for (int64_t i = 0; i < a.q_dim[piece]; ++i)
+        reinterpret_cast<float*>(out)[at + i] = to_float(in[i]);
 #else
-      std::memcpy(reinterpret_cast<T*>(out) + at, in, static_cast<size_t>(a.q_dim[piece]) * sizeof(T));
+      std::memcpy(reinterpret_cast<T*>(out) + at, in,
+                  static_cast<size_t>(a.q_dim[piece]) * sizeof(T));
 #endif
       at += a.q_dim[piece];
     }
   }
 }
 
-// Points key_rows and value_rows of leaf positions [begin, end) at the cache. `node` gives the path of positions from
-// the context on; null means that tree slots stand in the order of positions.
+// Points key_rows and value_rows of leaf positions [begin, end) at the cache. `node` gives the path
+// of positions from the context on; null means that tree slots stand in the order of positions.
 template <class T>
-void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end, const AttentionNode* node) {
+void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
+             const AttentionNode* node) {
   const TreeAttentionArgs& a = w.a;
   const AttentionJob& job = w.job;
   const int64_t table = job.request * a.table_stride[0];
@@ -117,7 +129,8 @@ void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end, const 
                                        : static_cast<const int32_t*>(a.tables)[entry];
     const T* key = k + page * a.k_stride[0] + slot * a.k_stride[1];
     const T* value = v + page * a.v_stride[0] + slot * a.v_stride[1];
-    for (const int64_t stop = i + run; i < stop; ++i, key += a.k_stride[1], value += a.v_stride[1]) {
+    for (const int64_t stop = i + run; i < stop;
+         ++i, key += a.k_stride[1], value += a.v_stride[1]) {
       w.key_rows[i] = key;
       w.value_rows[i] = value;
     }
@@ -128,6 +141,12 @@ void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end, const 
 template <class T>
 void resolve_none(const Work<T>& w, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) w.key_rows[i] = w.value_rows[i] = nullptr;
+}
+
+SK_INLINE bool all_point(const void* const* rows, int num) {
+  bool all = true;
+  for (int i = 0; i < num; ++i) all = all && rows[i];
+  return all;
 }
 
 // Words u .. u+15 of a row of `num` elements, zeros beyond its end.
@@ -153,41 +172,41 @@ SK_INLINE void load_words(const bf16* in, int64_t u, int64_t num, uint32_t* out)
 
 template <class T>
 void pack_keys(const Work<T>& w, int64_t first_group, int64_t end_group) {
-  static const uint32_t kZeros[16] = {};
   // Words that can be read in place: same units in memory, a whole block of 16 inside the row.
-  const int64_t in_place = sizeof(T) == 4 || SK_MATH != SK_MATH_FMA ? w.a.k_dim * sizeof(T) / 64 * 16 : 0;
+  const int64_t in_place =
+      sizeof(T) == 4 || SK_MATH != SK_MATH_FMA ? w.a.k_dim * sizeof(T) / 64 * 16 : 0;
   for (int64_t g = first_group; g < end_group; ++g) {
-    const T* const* rows = w.key_rows + g * 16;
+    const void* const* rows = w.key_rows + g * 16;
     uint32_t* out = w.keys + g * w.key_words * 16;
-    const T* const* next = g + 1 < end_group ? rows + 16 : rows;
-    for (int64_t u = 0; u < w.key_words; u += 16) {
-      // Sixteen rows at once are more streams than hardware follows; a prefetch of null is harmless.
-      for (int i = 0; i < 16; ++i) __builtin_prefetch(reinterpret_cast<const uint32_t*>(next[i]) + u);
-      const uint32_t* in[16];
-      uint32_t copies[16][16];
-      for (int i = 0; i < 16; ++i) {
-        if (!rows[i]) {
-          in[i] = kZeros;
-        } else if (u < in_place) {
-          in[i] = reinterpret_cast<const uint32_t*>(rows[i]) + u;
-        } else {
-          load_words(rows[i], u, w.a.k_dim, copies[i]);
-          in[i] = copies[i];
-        }
+    int64_t u = 0;
+    if (all_point(rows, 16)) {
+      // Sixteen rows at once are more streams than hardware follows; a prefetch of null is
+      // harmless.
+      const void* const* next = rows + (g + 1 < end_group ? 16 : 0);
+      for (; u < in_place; u += 16) {
+        for (int i = 0; i < 16; ++i) __builtin_prefetch(static_cast<const uint32_t*>(next[i]) + u);
+        transpose(RowsAt{rows, u}, out + u * 16);
       }
-      transpose(in, out + u * 16);
+    }
+    for (; u < w.key_words; u += 16) {
+      uint32_t words[16 * 16] = {};
+      for (int i = 0; i < 16; ++i) {
+        if (rows[i]) load_words(static_cast<const T*>(rows[i]), u, w.a.k_dim, words + 16 * i);
+      }
+      transpose(Block{words}, out + u * 16);
     }
   }
 }
 
-// Values of leaf positions [begin, end), both multiples of kKeyStep; under FMA rows nobody sees are never read.
+// Values of leaf positions [begin, end), both multiples of kKeyStep; under FMA rows nobody sees are
+// never read.
 #if SK_MATH == SK_MATH_FMA
 void pack_values(const Work<float>&, int64_t, int64_t) {}
 
 void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
   const int64_t full = w.a.v_dim / 16 * 16;
   for (int64_t i = begin; i < end; ++i) {
-    const bf16* in = w.value_rows[i];
+    const bf16* in = static_cast<const bf16*>(w.value_rows[i]);
     if (!in) continue;
     float* out = reinterpret_cast<float*>(w.values) + i * w.columns;
     for (int64_t c = 0; c < full; c += 16) store(out + c, load(in + c));
@@ -195,35 +214,52 @@ void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
   }
 }
 
-SK_INLINE const float* value_row(const Work<float>& w, int64_t i) { return w.value_rows[i]; }
+SK_INLINE const float* value_row(const Work<float>& w, int64_t i) {
+  return static_cast<const float*>(w.value_rows[i]);
+}
 SK_INLINE const float* value_row(const Work<bf16>& w, int64_t i) {
   return reinterpret_cast<const float*>(w.values) + i * w.columns;
 }
 #else
-// Tile of columns 16 t .. of the 32 keys from 32 s on, as words that each hold a pair of keys. The product walks s, so
-// that is the inner order; the spare line keeps stores to neighbouring t out of one cache set. Within each 32 columns
-// the unpack instructions deal quads alternately to the two tiles; `finish` deals them back.
+// Tile of columns 16 t .. of the 32 keys from 32 s on, as words that each hold a pair of keys. The
+// product walks s, so that is the inner order; the spare line keeps stores to neighbouring t out of
+// one cache set. Within each 32 columns the unpack instructions deal quads alternately to the two
+// tiles; `finish` deals them back.
 constexpr int64_t kTileColumn = kLeafKeys / 32 * 256 + 16;
 SK_INLINE int64_t value_tile(int64_t s, int64_t t) { return t * kTileColumn + s * 256; }
 
+// Columns c .. c+31 of 32 keys; only those `inside` exist, and without kWhole a row may be null.
+// Loads that are masked out altogether still need a mapped address: at null each costs a trap into
+// microcode.
+template <bool kWhole>
+SK_INLINE void pack_value_block(const void* const* rows, int64_t c, __mmask32 inside,
+                                uint32_t* out) {
+  for (int i = 0; i < 32; i += 2, out += 16) {
+    const bf16* low =
+        rows[i] ? static_cast<const bf16*>(rows[i]) + c : reinterpret_cast<const bf16*>(out);
+    const bf16* high = rows[i + 1] ? static_cast<const bf16*>(rows[i + 1]) + c
+                                   : reinterpret_cast<const bf16*>(out);
+    const __m512i x =
+        kWhole ? _mm512_loadu_si512(low) : _mm512_maskz_loadu_epi16(rows[i] ? inside : 0, low);
+    const __m512i y = kWhole ? _mm512_loadu_si512(high)
+                             : _mm512_maskz_loadu_epi16(rows[i + 1] ? inside : 0, high);
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi16(x, y));
+    _mm512_storeu_si512(out + kTileColumn, _mm512_unpackhi_epi16(x, y));
+  }
+}
+
 void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
   const int64_t full = w.a.v_dim / 32 * 32;
-  for (int64_t i = begin; i < end; i += 2) {
-    const bf16* rows[2] = {w.value_rows[i], w.value_rows[i + 1]};
-    for (int64_t c = 0; c < w.columns; c += 32) {
-      __m512i x[2];
-      for (int k = 0; k < 2; ++k) {
-        if (!rows[k]) {
-          x[k] = _mm512_setzero_si512();
-        } else if (c < full) {
-          x[k] = _mm512_loadu_si512(rows[k] + c);
-        } else {
-          x[k] = _mm512_maskz_loadu_epi16((1u << (w.a.v_dim - c)) - 1, rows[k] + c);
-        }
-      }
-      uint32_t* out = w.values + value_tile(i / 32, c / 16) + (i % 32) / 2 * 16;
-      _mm512_storeu_si512(out, _mm512_unpacklo_epi16(x[0], x[1]));
-      _mm512_storeu_si512(out + kTileColumn, _mm512_unpackhi_epi16(x[0], x[1]));
+  for (int64_t s = begin / 32; s < end / 32; ++s) {
+    const void* const* rows = w.value_rows + s * 32;
+    int64_t c = 0;
+    if (all_point(rows, 32)) {
+      for (; c < full; c += 32)
+        pack_value_block<true>(rows, c, 0xffffffffu, w.values + value_tile(s, c / 16));
+    }
+    for (; c < w.columns; c += 32) {
+      const __mmask32 inside = w.a.v_dim - c >= 32 ? 0xffffffffu : (1u << (w.a.v_dim - c)) - 1;
+      pack_value_block<false>(rows, c, inside, w.values + value_tile(s, c / 16));
     }
   }
 }
@@ -233,7 +269,7 @@ template <class T>
 bool values_finite(const Work<T>& w, int64_t begin, int64_t end) {
   const int64_t full = w.a.v_dim / 16 * 16;
   for (int64_t i = begin; i < end; ++i) {
-    const T* in = w.value_rows[i];
+    const T* in = static_cast<const T*>(w.value_rows[i]);
     F32x16 sum = {};
     for (int64_t c = 0; c < full; c += 16) {
       const F32x16 v = load(in + c);
@@ -248,11 +284,12 @@ bool values_finite(const Work<T>& w, int64_t begin, int64_t end) {
   return true;
 }
 
-// ---------------------------------------------------------------------------------------------------------- products
+// ---- products
 
 #if SK_MATH == SK_MATH_AMX
 
-// Tiles 0-3: results [row half][column half]; 4, 5: left operands of the row halves; 6, 7: right operands.
+// Tiles 0-3: results [row half][column half]; 4, 5: left operands of the row halves; 6, 7: right
+// operands.
 template <class T>
 void configure(Work<T>& w, int rows) {
   const int half[2] = {rows < 16 ? rows : 16, rows < 16 ? 0 : rows - 16};
@@ -267,8 +304,14 @@ void configure(Work<T>& w, int rows) {
   } config = {};
   config.palette = 1;
   const uint8_t second = static_cast<uint8_t>(half[1] ? half[1] : 1);
-  const uint8_t shape[8] = {static_cast<uint8_t>(half[0]), static_cast<uint8_t>(half[0]), second, second,
-                            static_cast<uint8_t>(half[0]), second, 16, 16};
+  const uint8_t shape[8] = {static_cast<uint8_t>(half[0]),
+                            static_cast<uint8_t>(half[0]),
+                            second,
+                            second,
+                            static_cast<uint8_t>(half[0]),
+                            second,
+                            16,
+                            16};
   for (int i = 0; i < 8; ++i) {
     config.rows[i] = shape[i];
     config.bytes[i] = 64;
@@ -276,10 +319,11 @@ void configure(Work<T>& w, int rows) {
   _tile_loadconfig(&config);
 }
 
-// c[rows][32] = sum over steps of a[rows][step] * b[step][32]: rows of `a` are `a_stride` bytes apart and advance 64
-// bytes a step; right-hand tiles follow each other. `lower`: rows beyond 16; `two`: columns beyond 16.
-SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0, const uint32_t* b1, int64_t steps,
-                            bool lower, bool two, float* c, int64_t c_stride) {
+// c[rows][32] = sum over steps of a[rows][step] * b[step][32]: rows of `a` are `a_stride` bytes
+// apart and advance 64 bytes a step; right-hand tiles follow each other. `lower`: rows beyond 16;
+// `two`: columns beyond 16.
+SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0, const uint32_t* b1,
+                            int64_t steps, bool lower, bool two, float* c, int64_t c_stride) {
   const char* left = static_cast<const char*>(a);
   _tile_zero(0);
   if (two) _tile_zero(1);
@@ -310,8 +354,8 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
   configure(w, rows);
   for (int64_t g = first_group; g < end_group; g += 2) {
     const uint32_t* b = w.keys + g * w.key_words * 16;
-    tile_product(w.q + row * w.key_words, w.key_words * 4, b, b + w.key_words * 16, w.key_words / 16, rows > 16,
-                 g + 1 < end_group, w.scores + g * 16, kScoreStride);
+    tile_product(w.q + row * w.key_words, w.key_words * 4, b, b + w.key_words * 16,
+                 w.key_words / 16, rows > 16, g + 1 < end_group, w.scores + g * 16, kScoreStride);
   }
 }
 
@@ -322,8 +366,8 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
   const int64_t steps = (end + 31) / 32 - s0;
   for (int64_t t = 0; t < w.columns / 16; t += 2) {
     const uint32_t* b = w.values + value_tile(s0, t);
-    tile_product(w.weights + s0 * 32, kWeightStride * 2, b, b + kTileColumn, steps, rows > 16, true, acc + t * 16,
-                 w.columns);
+    tile_product(w.weights + s0 * 32, kWeightStride * 2, b, b + kTileColumn, steps, rows > 16, true,
+                 acc + t * 16, w.columns);
   }
 }
 
@@ -337,7 +381,9 @@ SK_INLINE F32x16 multiply_add(Broadcast a, const uint32_t* b, F32x16 c) {
 }
 #else
 typedef float Broadcast;
-SK_INLINE F32x16 multiply_add(Broadcast a, const float* b, F32x16 c) { return fma(splat(a), load(b), c); }
+SK_INLINE F32x16 multiply_add(Broadcast a, const float* b, F32x16 c) {
+  return fma(splat(a), load(b), c);
+}
 #endif
 
 // How many rows and vectors of results stay in registers, by instruction set.
@@ -369,7 +415,8 @@ SK_INLINE void with_rows(int n, const F& f) {
   f(Constant<kNum>{});
 }
 
-// Covers [begin, end) with calls of f(at, constant): as many of kNum as fit, then of half as many, down to one.
+// Covers [begin, end) with calls of f(at, constant): as many of kNum as fit, then of half as many,
+// down to one.
 template <int kNum, class F>
 SK_INLINE void cover(int64_t begin, int64_t end, const F& f) {
   for (; begin + kNum <= end; begin += kNum) f(begin, Constant<kNum>{});
@@ -378,8 +425,8 @@ SK_INLINE void cover(int64_t begin, int64_t end, const F& f) {
 
 // scores[r][16 v ..] = sum over units of q[r][unit] * keys[group v][unit]
 template <int kNum, int kVectors>
-void score_block(const Broadcast* q, int64_t q_stride, const Broadcast* keys, int64_t key_words, int64_t key_units,
-                 float* scores) {
+void score_block(const Broadcast* q, int64_t q_stride, const Broadcast* keys, int64_t key_words,
+                 int64_t key_units, float* scores) {
   F32x16 sum[kNum][kVectors] = {};
   for (int64_t u = 0; u < key_units; ++u) {
 #pragma GCC unroll 8
@@ -404,8 +451,8 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
     with_rows<kRows>(rows - r < kRows ? rows - r : kRows, [&](auto num) {
       constexpr int kNum = decltype(num)::value;
       cover<Vectors<kNum>::value>(first_group, end_group, [&](int64_t g, auto vectors) {
-        score_block<kNum, decltype(vectors)::value>(q, w.key_words, keys + g * w.key_words * 16, w.key_words,
-                                                    w.key_units, scores + g * 16);
+        score_block<kNum, decltype(vectors)::value>(q, w.key_words, keys + g * w.key_words * 16,
+                                                    w.key_words, w.key_units, scores + g * 16);
       });
     });
   }
@@ -413,9 +460,11 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
 
 #if SK_MATH == SK_MATH_FMA
 
-// acc[r][column ..] = sum over keys [begin, end), in ascending order, of weight[r][key] * value[key][column ..]
+// acc[r][column ..] = sum over keys [begin, end), in ascending order, of weight[r][key] *
+// value[key][column ..]
 template <int kNum, int kVectors, bool kTail, class T>
-void value_block(const Work<T>& w, const float* weights, int64_t begin, int64_t end, int64_t column, float* acc) {
+void value_block(const Work<T>& w, const float* weights, int64_t begin, int64_t end, int64_t column,
+                 float* acc) {
   F32x16 sum[kNum][kVectors] = {};
   const int64_t rest = w.a.v_dim - column;
   for (int64_t i = begin; i < end; ++i) {
@@ -457,7 +506,8 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
 #else
 
 template <int kNum, int kVectors>
-void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_t end, int64_t tile, float* acc) {
+void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_t end, int64_t tile,
+                 float* acc) {
   F32x16 sum[kNum][kVectors] = {};
   for (int64_t i = begin; i < end; i += 2) {
     const uint32_t* values = w.values + value_tile(i / 32, tile) + (i % 32) / 2 * 16;
@@ -466,7 +516,8 @@ void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_
       uint32_t pair;
       std::memcpy(&pair, weights + r * kWeightStride + i, sizeof(pair));
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(pair, values + v * kTileColumn, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v)
+        sum[r][v] = multiply_add(pair, values + v * kTileColumn, sum[r][v]);
     }
   }
   for (int r = 0; r < kNum; ++r) {
@@ -494,7 +545,7 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
 #endif
 #endif
 
-// ----------------------------------------------------------------------------------------------------------- softmax
+// ---- softmax
 
 SK_INLINE void store_weights(float* out, F32x16 p) { store(out, p); }
 SK_INLINE void store_weights(bf16* out, F32x16 p) {
@@ -506,10 +557,11 @@ SK_INLINE void store_weights(bf16* out, F32x16 p) {
 #endif
 }
 
-// Scores of leaf positions [begin, end), multiples of 16, to weights exp(score - max); only [first, last) is visible.
-// Lane i of the running sum takes the positions that are i modulo 16.
-SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* weights, int64_t begin, int64_t end,
-                           int64_t first, int64_t last, float* max_out, float* sum_out) {
+// Scores of leaf positions [begin, end), multiples of 16, to weights exp(score - max); only [first,
+// last) is visible. Lane i of the running sum takes the positions that are i modulo 16.
+SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* weights,
+                           int64_t begin, int64_t end, int64_t first, int64_t last, float* max_out,
+                           float* sum_out) {
   const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t seen_begin = first / 16 * 16;
   const int64_t seen_end = round_up(last, 16);
@@ -519,7 +571,9 @@ SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* we
     if (a.logit_cap > 0) s = tanh(s / a.logit_cap) * a.logit_cap;
     if (i < first || i + 16 > last) {
       const I32x16 position = lane + static_cast<int32_t>(i);
-      s = (position >= static_cast<int32_t>(first)) & (position < static_cast<int32_t>(last)) ? s : splat(-kInf);
+      s = (position >= static_cast<int32_t>(first)) & (position < static_cast<int32_t>(last))
+              ? s
+              : splat(-kInf);
     }
     store(scores + i, s);
     top = max(top, s);
@@ -539,9 +593,11 @@ SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* we
   *sum_out = reduce_add(sum);
 }
 
-// ------------------------------------------------------------------------------------------------------------- leaves
+// ---- leaves
 
-SK_INLINE int64_t clip(int64_t position, int64_t start) { return least(most(position - start, 0), kLeafKeys); }
+SK_INLINE int64_t clip(int64_t position, int64_t start) {
+  return least(most(position - start, 0), kLeafKeys);
+}
 
 // Rows [row, end) against the packed leaf; what each sees is its own range, clipped to the leaf.
 template <class T>
@@ -570,8 +626,9 @@ void attend_rows(Work<T>& w, int64_t start, int64_t row, int64_t end, const Part
     score_tile(w, row, rows, begin / 16, (stop + 15) / 16);
     const int64_t wide = kKeyStep > 16 ? kKeyStep : 16;
     for (int r = 0; r < rows; ++r) {
-      softmax_row(w.a, w.scores + r * kScoreStride, w.weights + r * kWeightStride, begin / wide * wide,
-                  round_up(stop, wide), first[r], last[r], out.max + row + r, out.sum + row + r);
+      softmax_row(w.a, w.scores + r * kScoreStride, w.weights + r * kWeightStride,
+                  begin / wide * wide, round_up(stop, wide), first[r], last[r], out.max + row + r,
+                  out.sum + row + r);
     }
     value_tile_product(w, rows, begin, stop, out.acc + row * w.columns);
   }
@@ -579,13 +636,18 @@ void attend_rows(Work<T>& w, int64_t start, int64_t row, int64_t end, const Part
 
 template <class T>
 void pack(const Work<T>& w, int64_t begin, int64_t end) {
-  pack_keys(w, begin / 16, (end + 15) / 16);
-  pack_values(w, begin / kKeyStep * kKeyStep, round_up(end, kKeyStep));
+  // Keys and values in turns: of a latent cache they are the same lines.
+  for (int64_t i = begin / 32 * 32; i < end; i += 32) {
+    pack_keys(w, most(begin, i) / 16, (least(end, i + 32) + 15) / 16);
+    pack_values(w, kKeyStep == 32 ? i : most(begin, i),
+                kKeyStep == 32 ? i + 32 : least(end, i + 32));
+  }
 }
 
 // Points at [begin, end) and packs it, with zeros around it up to whole groups.
 template <class T>
-void pack_range(const Work<T>& w, int64_t start, int64_t begin, int64_t end, const AttentionNode* node) {
+void pack_range(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
+                const AttentionNode* node) {
   const int64_t step = kKeyStep > 16 ? kKeyStep : 16;
   resolve_none(w, begin / step * step, begin);
   resolve(w, start, begin, end, node);
@@ -601,8 +663,9 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
   const bool in_prefix = start + kLeafKeys <= job.context;
   const int64_t num_shared = in_prefix ? job.num_nodes : job.num_chain;
 
-  // One packing serves rows that see the same keys at the same positions: all rows of a leaf inside the prefix, chains
-  // elsewhere. `begin` also covers the prefix part for the nodes that are not chains.
+  // One packing serves rows that see the same keys at the same positions: all rows of a leaf inside
+  // the prefix, chains elsewhere. `begin` also covers the prefix part for the nodes that are not
+  // chains.
   int64_t begin = kLeafKeys, end = in_prefix ? kLeafKeys : clip(job.context, start);
   bool uniform = true;
   for (int64_t n = 0; n < job.num_nodes; ++n) begin = least(begin, clip(job.nodes[n].first, start));
@@ -613,11 +676,13 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
   }
   if (begin < end) {
     pack_range(w, start, begin, end, nullptr);
-    // A weight of zero does not silence a NaN or an infinity. Where rows see different parts of a leaf that holds
-    // one, each node gets a packing of its own, in which what it does not see is zero.
+    // A weight of zero does not silence a NaN or an infinity. Where rows see different parts of a
+    // leaf that holds one, each node gets a packing of its own, in which what it does not see is
+    // zero.
     if (!uniform && !values_finite(w, begin, end)) {
       for (int64_t n = 0; n < job.num_nodes; ++n) {
-        const int64_t first = clip(job.nodes[n].first, start), last = clip(job.nodes[n].last + 1, start);
+        const int64_t first = clip(job.nodes[n].first, start),
+                      last = clip(job.nodes[n].last + 1, start);
         if (first < last) pack_range(w, start, first, last, job.nodes + n);
         attend_rows(w, start, n * group, (n + 1) * group, out);
       }
@@ -631,9 +696,11 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
     const int64_t last = clip(node.last + 1, start);
     const int64_t first = most(own_begin, clip(node.first, start));
     if (first < last) {
-      // The groups at the seam hold prefix keys too, whose pointers still stand; tree keys there are another's.
+      // The groups at the seam hold prefix keys too, whose pointers still stand; tree keys there
+      // are another's.
       const int64_t step = kKeyStep > 16 ? kKeyStep : 16;
-      resolve_none(w, begin < end ? most(first / step * step, own_begin) : first / step * step, first);
+      resolve_none(w, begin < end ? most(first / step * step, own_begin) : first / step * step,
+                   first);
       resolve(w, start, first, last, &node);
       resolve_none(w, last, round_up(last, step));
       pack(w, first, last);
@@ -642,7 +709,7 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
   }
 }
 
-// -------------------------------------------------------------------------------------------------------------- merge
+// ---- merge
 
 // a = a (+) b, b standing to the right of a. An empty side is the exact identity.
 SK_INLINE void merge_rows(int64_t num_rows, int64_t columns, const Partial& a, const Partial& b) {
@@ -662,7 +729,8 @@ SK_INLINE void merge_rows(int64_t num_rows, int64_t columns, const Partial& a, c
     gap[1] = b.max[r] - top;
     const F32x16 factor = exp_weight(gap);
     const F32x16 x = splat(factor[0]), y = splat(factor[1]);
-    for (int64_t c = 0; c < columns; c += 16) store(left + c, fma(load(right + c), y, load(left + c) * x));
+    for (int64_t c = 0; c < columns; c += 16)
+      store(left + c, fma(load(right + c), y, load(left + c) * x));
     a.max[r] = top;
     a.sum[r] = fma(splat(b.sum[r]), y, splat(a.sum[r]) * x)[0];
   }
@@ -675,8 +743,10 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
   for (int64_t r = 0; r < job.num_nodes * a.group; ++r) {
     const int64_t row = job.nodes[r / a.group].row;
     const int64_t head = job.kv_head * a.group + r % a.group;
-    T* out = static_cast<T*>(a.out) + job.request * a.out_stride[0] + row * a.out_stride[1] + head * a.out_stride[2];
-    float* lse = a.lse + job.request * a.lse_stride[0] + row * a.lse_stride[1] + head * a.lse_stride[2];
+    T* out = static_cast<T*>(a.out) + job.request * a.out_stride[0] + row * a.out_stride[1] +
+             head * a.out_stride[2];
+    float* lse =
+        a.lse + job.request * a.lse_stride[0] + row * a.lse_stride[1] + head * a.lse_stride[2];
     const float* acc = p.acc + r * columns;
     const bool empty = p.max[r] == -kInf;
     *lse = empty ? -kInf : p.max[r] + __builtin_logf(p.sum[r]);
@@ -687,8 +757,10 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
         x[0] = load(acc + c);
         x[1] = load(acc + c + 16);
 #if SK_MATH != SK_MATH_FMA
-        const __m512i even = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const __m512i odd = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        const __m512i even =
+            _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i odd =
+            _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
         const F32x16 low = (F32x16)_mm512_permutex2var_ps((__m512)x[0], even, (__m512)x[1]);
         x[1] = (F32x16)_mm512_permutex2var_ps((__m512)x[0], odd, (__m512)x[1]);
         x[0] = low;
@@ -697,7 +769,8 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
       for (int half = 0; half < 2; ++half) {
         const int64_t at = c + 16 * half;
         if (at >= a.v_dim) break;
-        // Adding zero makes a negative zero positive: a hidden key may or may not have added one before.
+        // Adding zero makes a negative zero positive: a hidden key may or may not have added one
+        // before.
         const F32x16 y = x[half] * scale + 0.0f;
         if (a.v_dim - at >= 16) {
           store(out + at, y);
@@ -723,19 +796,22 @@ void run(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch,
       merge_rows(w.num_rows, w.columns, w.level(depth - 1), w.level(depth));
     }
   }
-  for (; depth > 1; --depth) merge_rows(w.num_rows, w.columns, w.level(depth - 2), w.level(depth - 1));
+  for (; depth > 1; --depth)
+    merge_rows(w.num_rows, w.columns, w.level(depth - 2), w.level(depth - 1));
 #if SK_MATH == SK_MATH_AMX
   _tile_release();
 #endif
   if (partial) {
-    std::memcpy(partial, w.levels, static_cast<size_t>(partial_floats(args, w.num_rows)) * sizeof(float));
+    std::memcpy(partial, w.levels,
+                static_cast<size_t>(partial_floats(args, w.num_rows)) * sizeof(float));
   } else {
     finish<T>(args, job, w.level(0));
   }
 }
 
 template <class T>
-void merge(const TreeAttentionArgs& args, const AttentionJob& job, float* partials, int64_t num_partials) {
+void merge(const TreeAttentionArgs& args, const AttentionJob& job, float* partials,
+           int64_t num_partials) {
   const int64_t num_rows = job.num_nodes * args.group;
   const int64_t size = partial_floats(args, num_rows);
   for (int64_t step = 1; step < num_partials; step *= 2) {

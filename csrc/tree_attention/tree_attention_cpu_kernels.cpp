@@ -1,4 +1,5 @@
-// One body, compiled for each way to multiply (tree_attention.h, Bf16Math) inside each instruction set.
+// One body, compiled for each way to multiply (tree_attention.h, Bf16Math) inside each instruction
+// set.
 #include "common/simd.h"
 #include "tree_attention/tree_attention.h"
 
@@ -10,17 +11,22 @@ namespace spec_kernels {
 namespace SK_ISA {
 namespace {
 
+#define SK_INLINE_MEMBER inline __attribute__((always_inline))
+
 constexpr float kInf = __builtin_inff();
 
 SK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SK_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-SK_INLINE bool is_finite(F32x16 v) { return reduce_max((v - v) != 0.0f ? splat(1.0f) : splat(0.0f)) == 0.0f; }
+SK_INLINE bool is_finite(F32x16 v) {
+  return reduce_max((v - v) != 0.0f ? splat(1.0f) : splat(0.0f)) == 0.0f;
+}
 
 // e^x for x <= 0, 0 below -104: what the weights of a softmax need. NaN stays NaN.
 SK_INLINE F32x16 exp_weight(F32x16 x) {
 #if defined(__AVX512F__)
-  const __m512 low = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // the second operand wins when it is NaN
+  const __m512 low =
+      _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // the second operand wins when it is NaN
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(low, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), low);
   r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
@@ -37,8 +43,8 @@ SK_INLINE F32x16 exp_weight(F32x16 x) {
 #endif
 }
 
-// Near zero the continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))), which keeps the relative error of small
-// scores; elsewhere 1 - 2 / (e^2|x| + 1).
+// Near zero the continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))), which keeps the relative
+// error of small scores; elsewhere 1 - 2 / (e^2|x| + 1).
 SK_INLINE F32x16 tanh(F32x16 x) {
   const F32x16 size = x < 0.0f ? -x : x;
   const F32x16 z = x * x;
@@ -47,17 +53,34 @@ SK_INLINE F32x16 tanh(F32x16 x) {
   return size < 0.75f ? small : x < 0.0f ? -large : large;
 }
 
-// out[u * 16 + i] = in[i][u] for 16 rows of 16 words.
-SK_INLINE void transpose(const uint32_t* const in[16], uint32_t* out) {
+// Where `transpose` finds row i: by pointers, `offset` words in; or in a block.
+struct RowsAt {
+  const void* const* rows;
+  int64_t offset;
+  SK_INLINE_MEMBER const uint32_t* operator()(int i) const {
+    return static_cast<const uint32_t*>(rows[i]) + offset;
+  }
+};
+
+struct Block {
+  const uint32_t* words;
+  SK_INLINE_MEMBER const uint32_t* operator()(int i) const { return words + 16 * i; }
+};
+
+// out[u * 16 + i] = in(i)[u] for 16 rows of 16 words.
+template <class In>
+SK_INLINE void transpose(const In& in, uint32_t* out) {
 #if defined(__AVX512F__)
   for (int j = 0; j < 16; j += 4) {
     __m512i z[4];
     for (int i = 0; i < 4; ++i) {
-      const auto quad = [&](int k) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(in[i + 4 * k] + j)); };
-      z[i] = _mm512_castsi128_si512(quad(0));
-      z[i] = _mm512_inserti32x4(z[i], quad(1), 1);
-      z[i] = _mm512_inserti32x4(z[i], quad(2), 2);
-      z[i] = _mm512_inserti32x4(z[i], quad(3), 3);
+      __m128i quads[4];
+      for (int k = 0; k < 4; ++k)
+        quads[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in(i + 4 * k) + j));
+      z[i] = _mm512_castsi128_si512(quads[0]);
+      z[i] = _mm512_inserti32x4(z[i], quads[1], 1);
+      z[i] = _mm512_inserti32x4(z[i], quads[2], 2);
+      z[i] = _mm512_inserti32x4(z[i], quads[3], 3);
     }
     const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
     const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
@@ -68,7 +91,7 @@ SK_INLINE void transpose(const uint32_t* const in[16], uint32_t* out) {
   }
 #else
   for (int i = 0; i < 16; ++i) {
-    for (int u = 0; u < 16; ++u) std::memcpy(out + u * 16 + i, in[i] + u, sizeof(uint32_t));
+    for (int u = 0; u < 16; ++u) std::memcpy(out + u * 16 + i, in(i) + u, sizeof(uint32_t));
   }
 #endif
 }
@@ -97,7 +120,8 @@ namespace dot_math {
 }  // namespace dot_math
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512bf16,amx-tile,amx-bf16"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512bf16,amx-tile,amx-bf16")
 #endif
@@ -113,8 +137,8 @@ namespace amx_math {
 #endif
 #endif
 
-void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math, float* scratch,
-                        float* partial) {
+void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
+                        float* scratch, float* partial) {
   if (args.dtype == Float::kF32) return fma_math::run<float>(args, job, scratch, partial);
 #if defined(SK_BF16_SETS)
   if (math == Bf16Math::kAmx) return amx_math::run<bf16>(args, job, scratch, partial);
@@ -123,8 +147,8 @@ void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, 
   fma_math::run<bf16>(args, job, scratch, partial);
 }
 
-void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math, float* partials,
-                          int64_t num_partials) {
+void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
+                          float* partials, int64_t num_partials) {
   if (args.dtype == Float::kF32) return fma_math::merge<float>(args, job, partials, num_partials);
 #if defined(SK_BF16_SETS)
   if (math == Bf16Math::kAmx) return amx_math::merge<bf16>(args, job, partials, num_partials);
