@@ -15,7 +15,8 @@ constexpr int64_t kElementsPerTask = 32768;  // below this, waking a thread cost
 void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, double eps, Tensor out,
                     std::optional<Tensor> capture, int64_t slot) {
   check_cpu(kOp, "residual", residual);
-  const HiddenCaptureArgs args = hidden_capture_args(kOp, x, residual, weight, eps, out, capture, slot);
+  const HiddenCaptureArgs args =
+      hidden_capture_args(kOp, x, residual, weight, eps, out, capture, slot);
   const int64_t num_rows = residual.size(0);
   if (num_rows == 0 || args.hidden == 0) return;
   const auto kernel = SK_KERNEL(hidden_capture_rows);
@@ -25,6 +26,8 @@ void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, dou
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) { m.impl("hidden_capture", TORCH_BOX(&hidden_capture)); }
+STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) {
+  m.impl("hidden_capture", TORCH_BOX(&hidden_capture));
+}
 
 }  // namespace spec_kernels

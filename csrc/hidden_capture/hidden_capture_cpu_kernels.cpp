@@ -31,17 +31,21 @@ void row(const T* x, T* residual, const T* weight, T* out, T* capture, int64_t h
   }
   const float mean = reduce_add(squares[0] + squares[1]) / static_cast<float>(hidden);
   const F32x16 scale = splat(1.0f / __builtin_sqrtf(mean + eps));
-  for (int64_t i = 0; i < full; i += kLanes) store(out + i, load(residual + i) * scale * load(weight + i));
+  for (int64_t i = 0; i < full; i += kLanes)
+    store(out + i, load(residual + i) * scale * load(weight + i));
   if (rest) {
-    store_partial(out + full, load_partial(residual + full, rest) * scale * load_partial(weight + full, rest), rest);
+    store_partial(out + full,
+                  load_partial(residual + full, rest) * scale * load_partial(weight + full, rest),
+                  rest);
   }
 }
 
 template <class T>
 void rows(const HiddenCaptureArgs& a, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
-    row(a.x ? static_cast<const T*>(a.x) + t * a.x_stride : nullptr, static_cast<T*>(a.residual) + t * a.residual_stride,
-        static_cast<const T*>(a.weight), static_cast<T*>(a.out) + t * a.out_stride,
+    row(a.x ? static_cast<const T*>(a.x) + t * a.x_stride : nullptr,
+        static_cast<T*>(a.residual) + t * a.residual_stride, static_cast<const T*>(a.weight),
+        static_cast<T*>(a.out) + t * a.out_stride,
         a.capture ? static_cast<T*>(a.capture) + t * a.capture_stride : nullptr, a.hidden, a.eps);
   }
 }

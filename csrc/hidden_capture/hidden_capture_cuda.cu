@@ -1,5 +1,5 @@
-// One block a row. The row stays in registers between the sum of squares and the scaled store, so HBM sees each element
-// once for every tensor it belongs to.
+// One block a row. The row stays in registers between the sum of squares and the scaled store, so
+// HBM sees each element once for every tensor it belongs to.
 #include <cuda_bf16.h>
 #include <torch/csrc/stable/library.h>
 
@@ -80,8 +80,10 @@ void launch(const HiddenCaptureArgs& args, int64_t num_rows, cudaStream_t stream
 
 void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, double eps, Tensor out,
                     std::optional<Tensor> capture, int64_t slot) {
-  const HiddenCaptureArgs args = hidden_capture_args(kOp, x, residual, weight, eps, out, capture, slot);
-  SK_CHECK(args.hidden <= kThreads * kMaxPerThread, kOp, "residual", "at most 16384 columns", args.hidden);
+  const HiddenCaptureArgs args =
+      hidden_capture_args(kOp, x, residual, weight, eps, out, capture, slot);
+  SK_CHECK(args.hidden <= kThreads * kMaxPerThread, kOp, "residual", "at most 16384 columns",
+           args.hidden);
   const int64_t num_rows = residual.size(0);
   if (num_rows == 0 || args.hidden == 0) return;
   const DeviceGuard guard(residual.get_device_index());
@@ -95,6 +97,8 @@ void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, dou
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CUDA, m) { m.impl("hidden_capture", TORCH_BOX(&hidden_capture)); }
+STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CUDA, m) {
+  m.impl("hidden_capture", TORCH_BOX(&hidden_capture));
+}
 
 }  // namespace spec_kernels
