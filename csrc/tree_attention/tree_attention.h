@@ -117,8 +117,8 @@ static inline int64_t scratch_floats(const TreeAttentionArgs& a, int64_t num_row
 }
 
 // run: attends job's rows to its leaves; the result goes to `partial`, or, when that is null, to
-// out and lse. merge: combines num_partials consecutive partials of neighbouring runs (destroying
-// them) into out and lse.
+// out and lse. merge: combines the partials of `job` and of the num_partials - 1 runs after it
+// (destroying them) into out and lse.
 SK_DECLARE_KERNEL(void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job,
                                           Bf16Math math, float* scratch, float* partial))
 SK_DECLARE_KERNEL(void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job,

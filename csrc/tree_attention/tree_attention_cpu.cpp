@@ -342,8 +342,9 @@ void attend(const Call& c) {
       run(a, job, math, own,
           first + (j - group.first_job) * partial_floats(a, job.num_nodes * a.group));
       // Whoever finishes last merges; the order of the merge is fixed, whoever does it.
-      if (shared->pending[g].fetch_sub(1, std::memory_order_acq_rel) == 1)
-        merge(a, job, math, first, group.num_jobs);
+      if (shared->pending[g].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        merge(a, shared->jobs[group.first_job], math, first, group.num_jobs);
+      }
     }
   };
   if (num_workers == 1) {

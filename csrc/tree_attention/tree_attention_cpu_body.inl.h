@@ -809,18 +809,29 @@ void run(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch,
   }
 }
 
+// Folds runs as `run` folds leaves, by absolute number: a window may let the first one be a
+// right-hand sibling.
 template <class T>
-void merge(const TreeAttentionArgs& args, const AttentionJob& job, float* partials,
+void merge(const TreeAttentionArgs& args, const AttentionJob& first_job, float* partials,
            int64_t num_partials) {
-  const int64_t num_rows = job.num_nodes * args.group;
+  const int64_t num_rows = first_job.num_nodes * args.group;
   const int64_t size = partial_floats(args, num_rows);
-  for (int64_t step = 1; step < num_partials; step *= 2) {
-    for (int64_t i = 0; i + step < num_partials; i += 2 * step) {
-      merge_rows(num_rows, packed_columns(args), Partial(args, num_rows, partials + i * size),
-                 Partial(args, num_rows, partials + (i + step) * size));
-    }
+  // Run 0 of this group; every run but the last is as long as the first.
+  const int64_t first_run = first_job.first_leaf / first_job.num_leaves;
+  int64_t stack[64];
+  int64_t depth = 0;
+  const auto merge_top = [&] {
+    --depth;
+    merge_rows(num_rows, packed_columns(args),
+               Partial(args, num_rows, partials + stack[depth - 1] * size),
+               Partial(args, num_rows, partials + stack[depth] * size));
+  };
+  for (int64_t i = 0; i < num_partials; ++i) {
+    stack[depth++] = i;
+    for (int64_t bit = first_run + i; (bit & 1) && depth > 1; bit >>= 1) merge_top();
   }
-  finish<T>(args, job, Partial(args, num_rows, partials));
+  while (depth > 1) merge_top();
+  finish<T>(args, first_job, Partial(args, num_rows, partials));
 }
 
 }  // namespace

@@ -583,9 +583,13 @@ def test_verifying_a_path_gives_the_bits_of_decoding_it(form, context, window, d
 
 @needs_kernel
 @FORMS
-@pytest.mark.parametrize("contexts", [(5000,), (9000, 700, 0)])
-def test_the_number_of_threads_does_not_show(form, contexts, dtype):
-    problem = make(form, dtype, contexts=contexts, num_nodes=9, heads=8, kv_heads=2)
+# The windows begin in leaves of either parity and at runs of either parity.
+@pytest.mark.parametrize(
+    "contexts, window",
+    [((5000,), 0), ((9000, 700, 0), 0), ((1000,), 700), ((2300,), 1900), ((5000,), 4400)],
+)
+def test_the_number_of_threads_does_not_show(form, contexts, window, dtype):
+    problem = make(form, dtype, contexts=contexts, num_nodes=9, heads=8, kv_heads=2, window=window)
     before = torch.get_num_threads()
     try:
         results = []
