@@ -16,6 +16,7 @@ DEFAULT_PROMPTS = 3
 DEFAULT_NEW_TOKENS = 64
 # The default run also decodes once with sampling: a greedy accept length alone flatters.
 SECOND_TEMPERATURE = 0.8
+_MESSAGE_BYTES = 4096
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -112,12 +113,12 @@ def main(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"spec-kernels decode: error: {error}", file=sys.stderr)
         return 2
-    if report is None:  # another rank of torchrun's reports
-        return 0
+    speaks = not report.get("rank_0_elsewhere")
     if "error" in report:
-        print(f"spec-kernels decode: error: {report['error']}", file=sys.stderr)
+        if speaks:
+            print(f"spec-kernels decode: error: {report['error']}", file=sys.stderr)
         return 2
-    if "rank_0_elsewhere" in report:
+    if not speaks:
         return 0 if report["identical"] else 1
     print(render(report))
     if job.json is not None:
@@ -274,17 +275,14 @@ def _prompts(args: argparse.Namespace, tokenizer) -> list[Prompt]:
     return prompts
 
 
-def _run(job: Job) -> dict | None:
-    """The report of rank 0, wherever the ranks come from."""
+def _run(job: Job) -> dict:
+    """This process's report; under torchrun all but rank 0's say ``rank_0_elsewhere``."""
     from spec_kernels.comm import Communicator, from_environment
     from spec_kernels.comm.launch import RankError, launch
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         with from_environment(job.agreed(), timeout_ms=job.timeout_ms) as comm:
-            report = run_rank(comm, job)
-            if comm.rank == 0 or "error" in report:
-                return report if comm.rank == 0 else None
-            return {"rank_0_elsewhere": True, "identical": report["identical"]}
+            return {**run_rank(comm, job), "rank_0_elsewhere": comm.rank != 0}
     if job.tp == 1:
         return run_rank(Communicator.single(), job)
     try:
@@ -293,14 +291,14 @@ def _run(job: Job) -> dict | None:
     except RankError as error:
         print(f"spec-kernels decode: {error}", file=sys.stderr)
         sys.exit(1)
-    return next((r for r in reports if r.get("error")), reports[0])
+    return reports[0]
 
 
 def run_rank(comm, job: Job) -> dict:
     """What one rank does; every rank returns the same figures but for its own times.
 
-    A checkpoint that cannot be used gives ``{"error": message}`` on every rank, with the message
-    where the fault was found.
+    A checkpoint that cannot be used gives ``{"error": message}`` on every rank, also where only
+    one of them found fault.
     """
     import torch
 
@@ -311,9 +309,13 @@ def run_rank(comm, job: Job) -> dict:
         except ValueError as error:
             message = str(error)
         # A rank may find fault with what the others do not read.
-        failed = comm.all_gather(torch.tensor([engine is None]))
-        if bool(failed.any()):
-            return {"error": message}
+        text = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        encoded = message.encode()[:_MESSAGE_BYTES]
+        text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        for row in comm.all_gather(text):
+            found = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            if found:
+                return {"error": found}
         return _decode(comm, job, engine)
 
 

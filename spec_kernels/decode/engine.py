@@ -15,7 +15,7 @@ from spec_kernels.decode.sampling import SamplingParams, SamplingTensors
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.models.target import Target
-from spec_kernels.ops.tree_verify import tree_verify
+from spec_kernels.ops.tree_verify import VerifyStatus, tree_verify
 
 # Called with the tokens of one cycle and how many of them, the first ones, were drafts.
 OnTokens = Callable[[list[int], int], None]
@@ -105,7 +105,7 @@ class Engine:
             ValueError: an empty prompt, an id outside the vocabulary, or too many tokens for the
                 model's positions or the cache.
             OutOfPages: the pool is taken by other requests.
-            RuntimeError: the target's logits were not numbers.
+            RuntimeError: the target's logits were not numbers, or the tree was unsound.
         """
         begun = time.perf_counter()
         first = self.begin(request, prompt, max_new_tokens, sampling, drafting=speculative)
@@ -190,11 +190,14 @@ class Engine:
 
     def read(self, verified, request: int) -> tuple[list[int], int]:
         """The tokens that a cycle emitted for ``request``, and how many were drafts."""
-        if int(verified.status[request]):
-            raise RuntimeError(
-                f"engine: request {request}: the target's logits are not numbers "
-                f"(status {int(verified.status[request])})"
+        status = VerifyStatus(int(verified.status[request]))
+        if status:
+            fault = (
+                "the target's logits are not numbers"
+                if status == VerifyStatus.NO_TOKEN
+                else "the draft tree or a sampling parameter is unsound"
             )
+            raise RuntimeError(f"engine: request {request}: {fault} ({status!r})")
         num_accepted = int(verified.num_accepted[request])
         return verified.tokens[request, : num_accepted + 1].tolist(), num_accepted
 

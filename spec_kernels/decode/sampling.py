@@ -42,7 +42,7 @@ class SamplingParams:
 
 
 class SamplingTensors:
-    """Static tensors ``[B]``; a batch that is greedy throughout is passed on as such."""
+    """Static tensors ``[B]``; a greedy request is one of temperature 0."""
 
     def __init__(self, batch: int, device):
         self.temperature = torch.zeros(batch, device=device)
@@ -50,10 +50,8 @@ class SamplingTensors:
         self.top_p = torch.ones(batch, device=device)
         self.min_p = torch.zeros(batch, device=device)
         self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._params = [SamplingParams()] * batch
 
     def set(self, request: int, params: SamplingParams) -> None:
-        self._params[request] = params
         self.temperature[request] = params.temperature
         self.top_k[request] = params.top_k
         self.top_p[request] = params.top_p
@@ -62,8 +60,6 @@ class SamplingTensors:
 
     def arguments(self, request: int | None = None) -> dict[str, torch.Tensor]:
         """Keyword arguments of ``tree_verify``, of all requests or of one."""
-        if all(p.temperature == 0 for p in self._params):
-            return {}
         rows = slice(None) if request is None else slice(request, request + 1)
         return {
             "temperature": self.temperature[rows],

@@ -27,7 +27,6 @@ def test_parameters_out_of_range_are_refused(change, message):
 
 def test_tensors_hold_each_requests_parameters():
     tensors = SamplingTensors(3, "cpu")
-    assert tensors.arguments() == {} and tensors.arguments(1) == {}
     tensors.set(1, SamplingParams(0.7, 5, 0.9, 0.1, 42))
     everything = tensors.arguments()
     assert everything["temperature"].tolist() == pytest.approx([0.0, 0.7, 0.0])
@@ -36,4 +35,5 @@ def test_tensors_hold_each_requests_parameters():
     assert everything["seeds"].dtype == torch.int64
     assert tensors.arguments(1)["min_p"].tolist() == pytest.approx([0.1])
     tensors.set(1, SamplingParams())
-    assert tensors.arguments() == {}
+    # The same storage: a captured graph that read it while greedy samples when the values change.
+    assert everything["temperature"].tolist() == [0.0, 0.0, 0.0]
