@@ -19,12 +19,13 @@ unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint format bench wheel build clean distclean FORCE
+.PHONY: help demo test sanitize lint format bench wheel build clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    decode real text on 8 ranks, plainly and speculatively"
 	@echo "make test    run the test suite (TESTS=path narrows it)"
+	@echo "make sanitize  malformed calls for every CPU op under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    ruff and clang-format, check only; make format applies them"
 	@echo "make bench   check, then time, every op (BENCH_ARGS=--help)"
 	@echo "make wheel   build a wheel into $(DIST)/"
@@ -38,6 +39,10 @@ test: build
 	@limit=$$(command -v timeout || true); \
 	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rs $(TESTS); code=$$?; \
 	[ $$code -ne 124 ] || echo "make test: ended after $(TEST_SECONDS) s"; exit $$code
+
+# Compiles into build/sanitize, apart from the package; SANITIZE_ARGS=--simd takes this machine's instruction set.
+sanitize: $(VENV)/ready
+	@$(PY) tests/sanitize.py build/sanitize $(SANITIZE_ARGS)
 
 CXX_FILES = git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh'
 

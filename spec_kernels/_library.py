@@ -97,6 +97,11 @@ def cpu_isa() -> str:
     return function().decode()
 
 
+def arguments(name: str) -> list:
+    """The arguments of op ``name`` as its schema declares them."""
+    return getattr(torch.ops.spec_kernels, name).default._schema.arguments
+
+
 def has_kernel(name: str, device_type: str) -> bool:
     """Whether a compiled kernel of op ``name`` is loaded for ``"cpu"`` or ``"cuda"``."""
     key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]

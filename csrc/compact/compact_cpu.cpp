@@ -26,8 +26,8 @@ std::string indexed(const char* name, int64_t i) {
 MovedRows moved_rows(const char* kind, int64_t i, const Tensor& t) {
   SK_CHECK(t.is_cpu(), kOp, indexed(kind, i).c_str(), "a CPU tensor", "another device");
   SK_CHECK(t.dim() >= 2, kOp, indexed(kind, i).c_str(), "at least 2 dimensions", shape_string(t));
-  int64_t row = 1;
-  for (int64_t d = t.dim() - 1; d >= 2; --d) {
+  int64_t row = t.numel() > 0;  // else the sizes may be anything, their product too
+  for (int64_t d = t.dim() - 1; d >= 2 && row > 0; --d) {
     SK_CHECK(t.size(d) <= 1 || t.stride(d) == row, kOp, indexed(kind, i).c_str(), "contiguous rows",
              "stride " + std::to_string(t.stride(d)) + " in dimension " + std::to_string(d));
     row *= t.size(d);
@@ -87,7 +87,9 @@ struct Tables {
   void check(int64_t index, const MovedRows& cache, const Move& m, int64_t node) const {
     const int64_t p = position(m, node);
     SK_CHECK(p >= 0 && p / cache.inner < num_columns, kOp, indexed("caches", index).c_str(),
-             "positions below " + std::to_string(num_columns * cache.inner) + " (block_tables)", p);
+             "positions below " + std::to_string(num_columns) + " pages of " +
+                 std::to_string(cache.inner) + " (block_tables)",
+             p);
     const int64_t physical = page(cache, m, p);
     SK_CHECK(physical >= 0 && physical < cache.outer, kOp, "block_tables",
              "pages 0 to " + std::to_string(cache.outer - 1) + " of " + indexed("caches", index),
@@ -100,6 +102,48 @@ struct Tables {
            p % cache.inner * cache.inner_stride;
   }
 };
+
+// By ascending address, so that each tensor meets only those whose span begins within its own.
+void check_apart(const std::vector<Tensor>& caches, const std::vector<Tensor>& rows,
+                 const Tensor& accept_index, const Tensor& num_accepted, const Tensor& context_lens,
+                 const Tensor& block_tables) {
+  struct Item {
+    Footprint footprint;
+    std::string name;
+    bool moved;
+  };
+  std::vector<Item> items;
+  items.reserve(caches.size() + rows.size() + 4);
+  const auto add = [&](const char* kind, const std::vector<Tensor>& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      items.push_back({Footprint(tensors[i]), indexed(kind, static_cast<int64_t>(i)), true});
+      check_elements_apart(kOp, items.back().name.c_str(), items.back().footprint);
+    }
+  };
+  add("caches", caches);
+  add("rows", rows);
+  items.push_back({Footprint(accept_index), "accept_index", false});
+  items.push_back({Footprint(num_accepted), "num_accepted", false});
+  items.push_back({Footprint(context_lens), "context_lens", false});
+  items.push_back({Footprint(block_tables), "block_tables", false});
+  std::vector<const Item*> order;
+  order.reserve(items.size());
+  for (const Item& item : items) {
+    if (item.footprint.bytes > 0) order.push_back(&item);
+  }
+  std::sort(order.begin(), order.end(),
+            [](const Item* x, const Item* y) { return x->footprint.begin < y->footprint.begin; });
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Footprint& f = order[i]->footprint;
+    const uintptr_t end = f.begin + static_cast<uintptr_t>(f.bytes);
+    for (size_t j = i + 1; j < order.size() && order[j]->footprint.begin < end; ++j) {
+      if (!order[i]->moved && !order[j]->moved) continue;
+      const bool first = order[i]->moved;
+      SK_CHECK(!may_overlap(f, order[j]->footprint), kOp, order[first ? i : j]->name.c_str(),
+               "memory apart from " + order[first ? j : i]->name, "an overlap");
+    }
+  }
+}
 
 void compact(Tensor accept_index, Tensor num_accepted, Tensor context_lens, Tensor block_tables,
              std::vector<Tensor> caches, std::vector<Tensor> rows) {
@@ -129,6 +173,8 @@ void compact(Tensor accept_index, Tensor num_accepted, Tensor context_lens, Tens
              std::to_string(batch) + " requests", moved.back().outer);
   }
 
+  check_apart(caches, rows, accept_index, num_accepted, context_lens, block_tables);
+
   const Tables tables{IntView(block_tables),  IntView(context_lens), block_tables.stride(0),
                       block_tables.stride(1), block_tables.size(1),  context_lens.stride(0)};
   const std::vector<Move> moves =
@@ -151,20 +197,22 @@ void compact(Tensor accept_index, Tensor num_accepted, Tensor context_lens, Tens
   }
   // One task a tensor keeps a request's moves in order on one thread.
   int64_t bytes = 1;
-  for (const MovedRows& t : moved)
-    bytes = std::max(bytes, t.row_bytes * static_cast<int64_t>(moves.size()));
+  for (const MovedRows& t : moved) {
+    bytes = std::max(bytes, std::min(t.row_bytes, kBytesPerTask) *
+                                std::min(static_cast<int64_t>(moves.size()), kBytesPerTask));
+  }
   torch::stable::parallel_for(
       0, static_cast<int64_t>(moved.size()), std::max<int64_t>(1, kBytesPerTask / bytes),
       [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const MovedRows& t = moved[static_cast<size_t>(i)];
+          if (t.row_bytes == 0) continue;  // it may have no address
+          const auto place = [&](const Move& m, int64_t node) {
+            return i < num_caches ? tables.place(t, m, node)
+                                  : t.data + m.request * t.outer_stride + node * t.inner_stride;
+          };
           for (const Move& m : moves) {
-            char* base = t.data + m.request * t.outer_stride;
-            char* target =
-                i < num_caches ? tables.place(t, m, m.target) : base + m.target * t.inner_stride;
-            const char* source =
-                i < num_caches ? tables.place(t, m, m.source) : base + m.source * t.inner_stride;
-            std::memmove(target, source, static_cast<size_t>(t.row_bytes));
+            std::memmove(place(m, m.target), place(m, m.source), static_cast<size_t>(t.row_bytes));
           }
         }
       });

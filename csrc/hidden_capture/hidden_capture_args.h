@@ -28,8 +28,6 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
   check_operand("weight", weight, {hidden});
   check_operand("out", out, {num_rows, hidden});
   if (x) check_operand("x", *x, {num_rows, hidden});
-  check_rows_apart(op, "residual", residual);
-  check_rows_apart(op, "out", out);
   SK_CHECK(num_rows == 0 || out.data_ptr() != residual.data_ptr(), op, "out",
            "a tensor other than residual", "the same memory");
 
@@ -41,11 +39,17 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
              shape_string(*capture));
     SK_CHECK(slot >= 0 && slot < capture->size(1), op, "slot",
              "0 <= slot < " + std::to_string(capture->size(1)), slot);
-    check_rows_apart(op, "capture", *capture);
     args.capture = static_cast<char*>(capture->data_ptr()) +
                    slot * capture->stride(1) * float_size(args.dtype);
     args.capture_stride = capture->stride(0);
   }
+  // Each row is read before it is written, so x may be out or residual itself.
+  const Tensor* apart_x = x ? &*x : nullptr;
+  if (x && (Footprint(*x).same_as(Footprint(out)) || Footprint(*x).same_as(Footprint(residual))))
+    apart_x = nullptr;
+  check_outputs_apart(
+      op, {{"residual", &residual}, {"out", &out}, {"capture", capture ? &*capture : nullptr}},
+      {{"x", apart_x}, {"weight", &weight}});
   args.x = x ? x->data_ptr() : nullptr;
   args.x_stride = x ? x->stride(0) : 0;
   args.residual = residual.data_ptr();

@@ -20,8 +20,12 @@ namespace {
 constexpr char kOp[] = "moe_experts";
 constexpr int64_t kMaxRows =
     256;  // a pass: bounds the scratch, and still amortises each read of a weight
-constexpr int64_t kRouterBlock = 8;          // experts a task
-constexpr int64_t kActivateRows = 64;        // rows whose gate and up products are held at once
+constexpr int64_t kRouterBlock = 8;    // experts a task
+constexpr int64_t kActivateRows = 64;  // rows whose gate and up products are held at once
+// Views that repeat an element can be of any size: with these bounds the bytes of the scratch fit
+// 64 bits.
+constexpr int64_t kMaxExperts = 1 << 16;
+constexpr int64_t kMaxInner = 1 << 24;
 constexpr int64_t kWorkPerThread = 1 << 16;  // multiply-adds that outweigh waking a thread
 
 // Elements between copied fp32 rows: an odd number of cache lines. Rows a multiple of 4 KiB apart,
@@ -422,6 +426,12 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
   if (router_weight.scalar_type() != ScalarType::Float)
     check_dtype(kOp, "router_weight", router_weight, x.scalar_type());
   const int64_t num_experts = router_weight.size(0);
+  SK_CHECK(num_experts <= kMaxExperts, kOp, "router_weight",
+           "at most " + std::to_string(kMaxExperts) + " experts", num_experts);
+  const auto check_inner = [](const char* name, int64_t inner) {
+    SK_CHECK(inner <= kMaxInner, kOp, name, "at most " + std::to_string(kMaxInner) + " columns",
+             inner);
+  };
   // The shapes of both matrices follow from the down matrix: leading dimensions, then [H, I] and
   // [2I, H].
   const auto check_pair = [&](const char* gate_up_name, const Tensor& gate_up,
@@ -432,10 +442,12 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
     if (many) {
       check_operand(down_name, down, {num_experts, hidden, -1});
       inner = down.size(2);
+      check_inner(down_name, inner);
       check_operand(gate_up_name, gate_up, {num_experts, 2 * inner, hidden});
     } else {
       check_operand(down_name, down, {hidden, -1});
       inner = down.size(1);
+      check_inner(down_name, inner);
       check_operand(gate_up_name, gate_up, {2 * inner, hidden});
     }
     const int64_t row_dim = many ? 1 : 0;
@@ -467,7 +479,16 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
   SK_CHECK(std::isfinite(routed_scaling), kOp, "routed_scaling", "a finite number", routed_scaling);
   check_operand("out", out, {num_rows, hidden});
   check_dtype(kOp, "out", out, x.scalar_type());
-  check_rows_apart(kOp, "out", out);
+  const auto given = [](const std::optional<Tensor>& t) { return t ? &*t : nullptr; };
+  // A row is written after its last read, so out may be x itself.
+  check_outputs_apart(kOp, {{"out", &out}},
+                      {{"x", Footprint(x).same_as(Footprint(out)) ? nullptr : &x},
+                       {"router_weight", &router_weight},
+                       {"correction_bias", given(correction_bias)},
+                       {"w_gate_up", &w_gate_up},
+                       {"w_down", &w_down},
+                       {"shared_gate_up", given(shared_gate_up)},
+                       {"shared_down", given(shared_down)}});
   if (num_rows == 0 || hidden == 0) return;
 
   const Float dtype = float_kind(x.scalar_type());

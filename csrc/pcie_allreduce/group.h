@@ -241,6 +241,7 @@ inline std::string describe(const CallInfo& c) {
     timespec t{0, 100'000};
     nanosleep(&t, nullptr);
   }
+  const std::string phase(f.phase, strnlen(f.phase, sizeof(f.phase)));
   std::ostringstream m;
   m << op << ": rank " << rank << " of " << h.world_size << ": ";
   if (f.state.load() != 2) {
@@ -249,8 +250,7 @@ inline std::string describe(const CallInfo& c) {
   }
   switch (static_cast<Failure>(f.kind)) {
     case Failure::kTimeout:
-      m << rank_list(f.ranks)
-        << (std::strcmp(f.phase, "reduce") == 0 ? " did not finish" : " did not arrive");
+      m << rank_list(f.ranks) << (phase == "reduce" ? " did not finish" : " did not arrive");
       break;
     case Failure::kDied:
       m << rank_list(f.ranks) << " died";
@@ -267,7 +267,7 @@ inline std::string describe(const CallInfo& c) {
         << std::string(f.text, strnlen(f.text, kTextBytes));
       throw std::runtime_error(m.str());
   }
-  m << " (epoch " << f.epoch << ", phase " << f.phase << ", chunk " << f.chunk + 1 << " of "
+  m << " (epoch " << f.epoch << ", phase " << phase << ", chunk " << f.chunk + 1 << " of "
     << f.num_chunks;
   if (static_cast<Failure>(f.kind) != Failure::kMismatch) m << ", waited " << f.waited_ms << " ms";
   if (std::strcmp(op, op_name(static_cast<Op>(f.op))) != 0)

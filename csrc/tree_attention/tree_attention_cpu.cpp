@@ -21,6 +21,8 @@ namespace spec_kernels {
 namespace {
 
 constexpr int64_t kMaxWords = 32;
+// Tables and pages that are views may repeat for ever; no context is longer.
+constexpr int64_t kMaxPositions = int64_t{1} << 31;
 // Multiply-adds below which waking other threads costs more than it brings (some ten microseconds
 // of work).
 constexpr double kSerialWork = 1.5e6;
@@ -130,7 +132,8 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
   const int64_t context = request.context;
   SK_CHECK(context >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0",
            context);
-  const int64_t capacity = c.num_blocks * c.args.page;
+  const int64_t capacity =
+      c.num_blocks > kMaxPositions / c.args.page ? kMaxPositions : c.num_blocks * c.args.page;
   int64_t highest_bit = -1;
   bool sorted = true;
   for (int pass = 0; pass < 2; ++pass) {
@@ -358,13 +361,6 @@ void set_strides(const Tensor& t, int64_t (&stride)[3]) {
   for (int i = 0; i < 3; ++i) stride[i] = t.stride(i);
 }
 
-void check_no_overlap(const char* op, const char* name, const Tensor& t) {
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    SK_CHECK(t.size(i) <= 1 || t.stride(i) != 0, op, name, "rows that do not overlap",
-             "a stride of 0");
-  }
-}
-
 // The checks that both forms share. `q` gives the rows and heads; k_cache is [P, page, Hkv, Dk] or
 // [P, page, Dk].
 Call common_call(const char* op, const char* k_name, const Tensor& q, const Tensor& k_cache,
@@ -395,11 +391,9 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_dtype(op, "out", out, q.scalar_type());
   check_shape(op, "out", out, {num_batch, num_rows, num_heads, v_dim});
   check_last_dim(op, "out", out);
-  check_no_overlap(op, "out", out);
   check_same_device(op, "lse", lse, q);
   check_dtype(op, "lse", lse, ScalarType::Float);
   check_shape(op, "lse", lse, {num_batch, num_rows, num_heads});
-  check_no_overlap(op, "lse", lse);
 
   Call c{op, {}, IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0,
          0,  0};
@@ -460,6 +454,13 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
   set_strides(q, a.q_stride[0]);
   a.k = k_cache.data_ptr();
   a.v = v_cache.data_ptr();
+  check_outputs_apart(kOp, {{"out", &out}, {"lse", &lse}},
+                      {{"q", &q},
+                       {"k_cache", &k_cache},
+                       {"v_cache", &v_cache},
+                       {"block_tables", &block_tables},
+                       {"context_lens", &context_lens},
+                       {"ancestors", &ancestors}});
   set_strides(k_cache, a.k_stride);
   set_strides(v_cache, a.v_stride);
   attend(c);
@@ -490,6 +491,13 @@ void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor blo
     set_strides(*pieces[i], a.q_stride[i]);
   }
   a.k = a.v = cache.data_ptr();
+  check_outputs_apart(kOp, {{"out", &out}, {"lse", &lse}},
+                      {{"q_latent", &q_latent},
+                       {"q_rope", &q_rope},
+                       {"cache", &cache},
+                       {"block_tables", &block_tables},
+                       {"context_lens", &context_lens},
+                       {"ancestors", &ancestors}});
   for (int i = 0; i < 2; ++i) a.k_stride[i] = a.v_stride[i] = cache.stride(i);
   attend(c);
 }

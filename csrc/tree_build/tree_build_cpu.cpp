@@ -13,6 +13,8 @@ namespace {
 
 constexpr char kOp[] = "tree_build";
 constexpr int64_t kCandidatesPerTask = 4096;
+constexpr int64_t kMaxPool = int64_t{1}
+                             << 28;  // a view may repeat one score for ever; working memory may not
 
 struct Pool {
   const float* scores;
@@ -119,6 +121,21 @@ void build(const Pool& pool, const Tree& tree, int64_t b, Scratch& scratch) {
   tree.status.set(b, status);
 }
 
+// Narrow outputs must not cut the ids of wide inputs.
+void check_fits(const char* name, const Tensor& ids, const MutableIntView& tokens) {
+  if (tokens.wide || ids.scalar_type() == ScalarType::Int) return;
+  const IntView view(ids);
+  const int64_t num_columns = ids.dim() > 1 ? ids.size(1) : 1;
+  const int64_t column = ids.dim() > 1 ? ids.stride(1) : 0;
+  for (int64_t b = 0; b < ids.size(0); ++b) {
+    for (int64_t i = 0; i < num_columns; ++i) {
+      const int64_t id = view[b * ids.stride(0) + i * column];
+      SK_CHECK(id <= std::numeric_limits<int32_t>::max(), kOp, name,
+               "ids that fit the int32 of tokens", id);
+    }
+  }
+}
+
 void tree_build(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor root_tokens,
                 Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors, Tensor first_child,
                 Tensor next_sibling, Tensor pool_index, Tensor status) {
@@ -128,8 +145,8 @@ void tree_build(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor ro
   const int64_t batch = scores.size(0);
   Pool pool{};
   pool.size = scores.size(1);
-  SK_CHECK(pool.size <= std::numeric_limits<int32_t>::max(), kOp, "scores",
-           "fewer than 2^31 candidates", pool.size);
+  SK_CHECK(pool.size <= kMaxPool, kOp, "scores",
+           "at most " + std::to_string(kMaxPool) + " candidates", pool.size);
   const auto check_input = [&](const char* name, const Tensor& t,
                                std::initializer_list<int64_t> shape) {
     check_cpu(kOp, name, t);
@@ -161,6 +178,20 @@ void tree_build(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor ro
   check_dtype(kOp, "ancestors", ancestors, ScalarType::Int);
   tree.ancestors = static_cast<uint32_t*>(ancestors.data_ptr());
 
+  check_outputs_apart(kOp,
+                      {{"tokens", &tokens},
+                       {"parents", &parents},
+                       {"depths", &depths},
+                       {"ancestors", &ancestors},
+                       {"first_child", &first_child},
+                       {"next_sibling", &next_sibling},
+                       {"pool_index", &pool_index},
+                       {"status", &status}},
+                      {{"scores", &scores},
+                       {"candidates", &candidates},
+                       {"parent_slots", &parent_slots},
+                       {"root_tokens", &root_tokens}});
+
   pool.scores = static_cast<const float*>(scores.data_ptr());
   pool.candidates = IntView(candidates);
   pool.parent_slots = IntView(parent_slots);
@@ -171,6 +202,8 @@ void tree_build(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor ro
     pool.candidate_stride[i] = candidates.stride(i);
     pool.slot_stride[i] = parent_slots.stride(i);
   }
+  check_fits("candidates", candidates, tree.tokens);
+  check_fits("root_tokens", root_tokens, tree.tokens);
   const int64_t work = pool.size + tree.num_nodes * tree.num_words;
   torch::stable::parallel_for(0, batch, std::max<int64_t>(1, kCandidatesPerTask / work),
                               [&](int64_t begin, int64_t end) {

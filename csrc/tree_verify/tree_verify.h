@@ -36,6 +36,7 @@ enum VerifyStatus : int32_t {
 // draft-probability acceptance.
 enum Purpose : uint32_t { kSample = 0, kAccept = 1, kResidual = 2, kDraft = 3 };
 
+constexpr int64_t kMaxNodes = 1024;
 constexpr int kWeightBits = 40;
 constexpr int kCoinBits = 24;
 // kMaxVocab weights of 2^kWeightBits stay below 2^63.

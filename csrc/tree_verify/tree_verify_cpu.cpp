@@ -264,8 +264,10 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   const int64_t batch = logits.size(0);
   const int64_t num_nodes = logits.size(1);
   const int64_t vocab = logits.size(2);
-  SK_CHECK(num_nodes >= 1 && vocab >= 1 && vocab <= kMaxVocab, kOp, "logits",
-           "at least one node and 1 to " + std::to_string(kMaxVocab) + " tokens",
+  SK_CHECK(num_nodes >= 1 && num_nodes <= kMaxNodes && vocab >= 1 && vocab <= kMaxVocab, kOp,
+           "logits",
+           "1 to " + std::to_string(kMaxNodes) + " nodes and 1 to " + std::to_string(kMaxVocab) +
+               " tokens",
            shape_string(logits));
   const auto check_ints = [&](const char* name, const Tensor& t,
                               std::initializer_list<int64_t> shape) {
@@ -307,6 +309,24 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   check_ints("num_accepted", num_accepted, {batch});
   check_ints("out_tokens", out_tokens, {batch, num_columns});
   check_ints("status", status, {batch});
+  const auto given = [](const std::optional<Tensor>& t) { return t ? &*t : nullptr; };
+  check_outputs_apart(kOp,
+                      {{"accept_index", &accept_index},
+                       {"num_accepted", &num_accepted},
+                       {"out_tokens", &out_tokens},
+                       {"status", &status}},
+                      {{"logits", &logits},
+                       {"tokens", &tokens},
+                       {"first_child", &first_child},
+                       {"next_sibling", &next_sibling},
+                       {"context_lens", &context_lens},
+                       {"temperature", given(temperature)},
+                       {"top_k", given(top_k)},
+                       {"top_p", given(top_p)},
+                       {"min_p", given(min_p)},
+                       {"seeds", given(seeds)},
+                       {"logit_bias", given(logit_bias)},
+                       {"allowed", given(allowed)}});
 
   const IntMatrix lengths(context_lens);
   const auto float_at = [](const std::optional<Tensor>& t, int64_t b, float otherwise) {

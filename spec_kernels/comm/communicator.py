@@ -291,7 +291,7 @@ def from_environment(
     Args and errors as for ``Communicator.create_group`` and ``Group.bind``.
     """
     slot_bytes = _checked_capacity("from_environment", capacity, timeout_ms, transport)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = _environment_number("WORLD_SIZE", "1")
     if world_size == 1:
         return Communicator.single()
     if not 1 <= world_size <= MAX_RANKS:
@@ -303,7 +303,8 @@ def from_environment(
         raise ValueError(
             f"from_environment: expected {', '.join(missing)} beside WORLD_SIZE, got none"
         )
-    rank = int(os.environ["RANK"])
+    rank = _environment_number("RANK")
+    _environment_number("MASTER_PORT")
     if not 0 <= rank < world_size:
         raise ValueError(f"from_environment: RANK: expected 0 <= RANK < {world_size}, got {rank}")
     import torch.distributed as dist
@@ -349,6 +350,14 @@ def from_environment(
         segment.abort(rank, message)
         raise RuntimeError(f"communicator: ranks disagree on their configuration: {message}")
     return _bind_segment(segment, rank, timeout_ms, config, capacity)
+
+
+def _environment_number(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"from_environment: {name}: expected a number, got {text!r}") from None
 
 
 def _settings(config, **own) -> dict[str, object]:

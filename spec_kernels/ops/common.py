@@ -48,6 +48,50 @@ def check_contiguous(op: str, name: str, t: torch.Tensor) -> None:
         fail(op, name, "a contiguous tensor", f"strides {list(t.stride())}")
 
 
+# Inputs that an output may be, element for element: each is read before it is written.
+_MAY_BE_OUTPUT = {
+    "hidden_capture": ("x",),
+    "moe_experts": ("x",),
+    "pcie_allreduce": ("input",),
+}
+
+
+def check_outputs_apart(op: str, args: tuple) -> None:
+    """What ``op`` writes must overlap neither itself nor anything else that it is given.
+
+    For the references, which would otherwise read half-written inputs; compiled kernels check it
+    themselves, and more strictly where views interleave.
+    """
+    outputs, others = [], []
+    for argument, value in zip(_library.arguments(op), args, strict=True):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        many = isinstance(value, list | tuple)
+        for i, t in enumerate(value if many else (value,)):
+            if isinstance(t, torch.Tensor) and t.numel() and t.device.type != "meta":
+                name = f"{argument.name}[{i}]" if many else argument.name
+                (outputs if written else others).append((name, t))
+    for i, (name, out) in enumerate(outputs):
+        if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+            fail(op, name, "rows that do not overlap", f"strides {list(out.stride())}")
+        for other_name, other in outputs[i + 1 :] + others:
+            if not _share_memory(out, other):
+                continue
+            same = out.data_ptr() == other.data_ptr() and out.stride() == other.stride()
+            if not (same and other_name in _MAY_BE_OUTPUT.get(op, ())):
+                fail(op, name, f"memory apart from {other_name}", "an overlap")
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dense views surely overlap, or any two views start at one address."""
+    if a.device != b.device:
+        return False
+    if a.data_ptr() == b.data_ptr():
+        return True
+    if not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
 def run(
     op: str,
     backend: str | None,
@@ -65,6 +109,8 @@ def run(
         function = getattr(torch.ops.spec_kernels, op).default
     elif backend == "reference":
         function = reference
+        if not torch.compiler.is_compiling():
+            check_outputs_apart(op, args)
     elif backend in ("cpu", "cuda"):
         if device.type != backend:
             fail(op, "backend", f"tensors on {backend} for backend {backend!r}", device)

@@ -490,6 +490,31 @@ def test_compiled_graph_uses_the_segment_itself():
     assert run(worker, 2) == [[2.0, 6.0]] * 2
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_garbage_in_the_control_lines_hangs_nobody(seed):
+    """A peer that writes wild: calls end within the timeout, with an error or a result."""
+    group = Communicator.create_group(2, capacity=CAPACITY, timeout_ms=300)
+
+    def worker(outer, group):
+        comm = group.bind(outer.rank)
+        rng = random.Random(seed)
+        outer.barrier()
+        if comm.rank == 0:
+            words = torch.frombuffer(group._segment, dtype=torch.int32)
+            for _ in range(rng.choice((1, 8, 200))):
+                words[rng.randrange(128 // 4, 4096 // 4)] = rng.randrange(-(1 << 31), 1 << 31)
+        outer.barrier()
+        for call in (comm.all_reduce, comm.all_gather, comm.broadcast):
+            try:
+                call(torch.ones(3000))
+            except (RuntimeError, ValueError) as error:
+                assert str(error).startswith(("pcie_", "spec_kernels::pcie_"))
+        comm.abort("done")
+        comm.close()
+
+    run(worker, 2, group)
+
+
 def test_copied_workspace_is_refused():
     """A backend that leaves the copies in place gets an error: peers would hear nothing."""
 

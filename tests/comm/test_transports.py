@@ -102,6 +102,13 @@ def test_environment_of_one(monkeypatch):
     [
         ({"WORLD_SIZE": "9"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: expected a number, got 'two'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: expected a number, got ''"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+            "RANK: expected",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "p"}, "MASTER_PORT"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
     ],
 )

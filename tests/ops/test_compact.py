@@ -258,3 +258,28 @@ def test_compiles_without_graph_breaks():
     got = compiled(*SOUND.values(), *(t.clone() for t in start))
     for x, y in zip(got, expected, strict=True):
         assert x.equal(y)
+
+
+def test_what_moves_stands_apart(backend):
+    call = [ints([0, 2, 3]), ints(2), ints(1), ints([0, 1])]
+    cache = torch.arange(2 * 4 * 3.0).view(2, 4, 3)
+    before = cache.clone()
+    with pytest.raises(ValueError, match=r"caches\[0\]: expected memory apart from caches\[1\]"):
+        compact(*call, caches=[cache, cache], backend=backend)
+    with pytest.raises(ValueError, match=r"caches\[0\]: expected rows that do not overlap"):
+        compact(*call, caches=[cache[:, :1].expand(2, 4, 3)], backend=backend)
+    assert torch.equal(cache, before)
+
+
+def test_interleaved_k_and_v(backend):
+    call = [ints([0, 2, 3]), ints(2), ints(1), ints([0, 1])]
+    both = torch.randn(2, 4, 2, 3)
+    k, v = both[:, :, 0].clone(), both[:, :, 1].clone()
+    compact(*call, caches=[k, v], backend=backend)
+    compact(*call, caches=[both[:, :, 0], both[:, :, 1]], backend=backend)
+    assert torch.equal(both, torch.stack((k, v), 2))
+
+
+def test_rows_without_bytes(backend):
+    call = [ints([0, 2, 3]), ints(2), ints(1), ints([0, 1])]
+    compact(*call, caches=[torch.zeros(2, 4, 0)], rows=[torch.zeros(1, 4, 0)], backend=backend)

@@ -374,3 +374,25 @@ def test_compiles_without_a_break(dtype):
         results.append((function(x, stream, capture), stream, capture))
     for eager, compiled in zip(*results, strict=True):
         assert_same_bits(eager, compiled)
+
+
+def test_outputs_stand_apart(backend):
+    x, residual, weight = make(6, 37)
+    capture = torch.zeros(6, 2, 37)
+    with pytest.raises(ValueError, match="out: expected memory apart from capture"):
+        hidden_capture(
+            x, residual, weight, EPS, out=capture[:, 0], capture=capture, backend=backend
+        )
+    with pytest.raises(ValueError, match="residual: expected memory apart from weight"):
+        hidden_capture(None, residual, residual[0], EPS, backend=backend)
+
+
+def test_views_that_interleave_are_apart(backend):
+    x, residual, weight = make(6, 37)
+    both = torch.cat((x, residual, torch.zeros(6, 37)), 1)
+    views = both[:, :37], both[:, 37:74], both[:, 74:]
+    expected = hidden_capture(x, residual, weight, EPS, backend=backend)
+    hidden_capture(views[0], views[1], weight, EPS, out=views[2], backend=backend)
+    assert_same_bits(views[1], residual)
+    assert_same_bits(views[2], expected)
+    assert_same_bits(views[0], x)

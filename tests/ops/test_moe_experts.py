@@ -505,3 +505,28 @@ def test_compiles_without_a_break(dtype):
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(a["x"]), model(a["x"]))
+
+
+@pytest.mark.skipif(not _library.LIBRARIES["cpu"].loaded, reason="the compiled kernel is meant")
+def test_endless_experts_are_refused():
+    """Views that repeat an element: their scratch would not fit 64 bits."""
+    x = torch.ones(16, 1)
+    router = torch.ones(1, 1).expand(2**60, 1)
+    with pytest.raises(ValueError, match="router_weight: expected at most"):
+        moe_experts(
+            x,
+            router,
+            torch.ones(1, 2, 1).expand(2**60, 2, 1),
+            torch.ones(1, 1, 1).expand(2**60, 1, 1),
+            top_k=1,
+        )
+
+
+def test_out_stands_apart(backend):
+    x, router = torch.randn(2, 8), torch.randn(2, 8)
+    gate_up, down = torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    with pytest.raises(ValueError, match="out: expected memory apart from router_weight"):
+        moe_experts(x, router, gate_up, down, top_k=1, out=router, backend=backend)
+    with pytest.raises(ValueError, match="out: expected memory apart from x"):
+        both = torch.randn(3, 8)
+        moe_experts(both[1:], router, gate_up, down, top_k=1, out=both[:2], backend=backend)

@@ -849,3 +849,26 @@ def test_splits_agree_with_their_twin():
 if __name__ == "__main__":
     check_this_instruction_set()
     print(_library.cpu_isa())
+
+
+def test_outputs_stand_apart(backend):
+    """A table that the output overwrites would be read again after it was checked."""
+    q, cache = torch.randn(1, 2, 1, 4), torch.randn(2, 4, 1, 4)
+    tables = torch.tensor([[0, 1]], dtype=torch.int32)
+    call = (q, cache, cache.clone(), tables, torch.tensor([3]), torch.tensor([[[1], [3]]]).int())
+    lse = tables.view(torch.float32).view(1, 2, 1)
+    with pytest.raises(ValueError, match="lse: expected memory apart from block_tables"):
+        tree_attention(*call, lse=lse, backend=backend)
+    with pytest.raises(ValueError, match="out: expected memory apart from q"):
+        tree_attention(*call, out=q, backend=backend)
+    assert tables.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("num_blocks", [2**40, 2**61, 2**62])
+def test_endless_tables_hold_no_endless_context(backend, num_blocks):
+    q, cache = torch.randn(1, 1, 1, 4), torch.randn(2, 4, 1, 4)
+    tables = torch.zeros((1, 1), dtype=torch.int32).expand(1, num_blocks)
+    words = torch.ones((1, 1, 1), dtype=torch.int32)
+    for length in (2**31, 2**62, 2**63 - 2):
+        with pytest.raises(ValueError, match="block_tables.0.: expected room for"):
+            tree_attention(q, cache, cache, tables, torch.tensor([length]), words, backend=backend)

@@ -375,3 +375,42 @@ def test_compiles_without_graph_breaks():
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(*pool)
     for x, y in zip(got, step(*pool), strict=True):
         assert x.equal(y)
+
+
+def test_outputs_stand_apart(backend):
+    scores, ids = torch.zeros(1, 4), torch.arange(4, dtype=torch.int32)[None]
+    slots, root = torch.full((1, 4), -1), torch.tensor([7])
+    tree = DraftTree.allocate(1, 5)
+    tree.parents = tree.depths
+    with pytest.raises(ValueError, match="parents: expected memory apart from depths"):
+        tree_build(scores, ids, slots, root, out=tree, backend=backend)
+    tree = DraftTree.allocate(1, 4)
+    tree.parents = scores.view(torch.int32)
+    with pytest.raises(ValueError, match="parents: expected memory apart from scores"):
+        tree_build(scores, ids, slots, root, out=tree, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["candidates", "root_tokens"])
+def test_ids_are_not_cut(backend, name):
+    arguments = {"candidates": torch.tensor([[3]]), "root_tokens": torch.tensor([7])}
+    arguments[name].fill_(2**31)
+    tree = DraftTree.allocate(1, 2)
+    tree.tokens = tree.tokens.int()
+    with pytest.raises(ValueError, match=f"{name}: expected ids that fit the int32"):
+        tree_build(
+            torch.zeros(1, 1),
+            arguments["candidates"],
+            torch.tensor([[-1]]),
+            arguments["root_tokens"],
+            out=tree,
+            backend=backend,
+        )
+
+
+@pytest.mark.skipif(not _library.LIBRARIES["cpu"].loaded, reason="the compiled kernel is meant")
+def test_endless_pool_is_refused():
+    pool = [
+        torch.zeros((1, 1), dtype=t).expand(1, 2**40) for t in (torch.float32, *[torch.int32] * 2)
+    ]
+    with pytest.raises(ValueError, match="scores: expected at most"):
+        tree_build(*pool, torch.tensor([7]), 4)

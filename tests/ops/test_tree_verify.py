@@ -772,3 +772,27 @@ def test_compiles_without_graph_breaks():
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments)
     for x, y in zip(got, step(*arguments), strict=True):
         assert x.equal(y)
+
+
+def test_endless_trees_are_refused(backend):
+    """A view may repeat one node for ever, and a circle of siblings is walked once around."""
+    logits = torch.zeros(1, 1, 5).expand(1, 2**40, 5)
+    links = torch.ones((1, 1), dtype=torch.int32).expand(1, 2**40)
+    with pytest.raises(ValueError, match="logits: expected 1 to 1024 nodes"):
+        tree_verify(logits, links, links, links, torch.tensor([3]), 2, backend=backend)
+
+
+def test_outputs_stand_apart(backend):
+    logits = torch.zeros(1, 3, 5)
+    links = torch.full((1, 3), -1, dtype=torch.int32)
+    tokens = torch.zeros((1, 3), dtype=torch.int32)
+    for path, message in (
+        (links.clone()[:, :1].expand(1, 3), "accept_index: expected rows that do not overlap"),
+        (links, "accept_index: expected memory apart from first_child"),
+    ):
+        out = Verified.allocate(1, 2)
+        out.accept_index = path
+        with pytest.raises(ValueError, match=message):
+            tree_verify(
+                logits, tokens, links, links.clone(), links[:, 0] + 4, out=out, backend=backend
+            )

@@ -9,6 +9,9 @@ import torch
 from spec_kernels._library import register_reference
 from spec_kernels.ops.common import fail
 
+# Tables and pages that are views may repeat for ever; no context is longer.
+MAX_POSITIONS = 1 << 31
+
 
 def unpack_ancestors(ancestors: torch.Tensor) -> torch.Tensor:
     """Words ``[B, N, W]`` int32 to booleans ``[B, N, 32 W]``; bit 0 of word 0 comes first."""
@@ -46,7 +49,7 @@ def check_values(op, num_pages, page, block_tables, context_lens, bits, window) 
     if bool((context_lens < 0).any()):
         b = int((context_lens < 0).nonzero()[0])
         fail(op, f"context_lens[{b}]", ">= 0", int(context_lens[b]))
-    capacity = block_tables.shape[1] * page
+    capacity = min(block_tables.shape[1] * page, MAX_POSITIONS)
     tree_bits = bits.any(1)
     places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
     num_slots = torch.zeros_like(context_lens, dtype=torch.int64)

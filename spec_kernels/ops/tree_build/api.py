@@ -132,7 +132,8 @@ def tree_build(
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above.
+        ValueError: a shape, dtype, device or stride is not as above, or (on CPU) an id does not fit
+            the dtype of ``out.tokens``.
     """
     check_tensor(_OP, "scores", scores, (None, None), (torch.float32,))
     pool = scores.shape

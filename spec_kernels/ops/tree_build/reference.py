@@ -8,6 +8,7 @@ import math
 import torch
 
 from spec_kernels._library import register_reference
+from spec_kernels.ops.common import fail
 
 
 class TreeStatus(enum.IntFlag):
@@ -58,6 +59,10 @@ def tree_build_reference(
     status,
 ) -> None:
     num_nodes, num_words = ancestors.shape[1:]
+    if tokens.dtype == torch.int32:
+        for name, ids in (("candidates", candidates), ("root_tokens", root_tokens)):
+            if bool((ids > torch.iinfo(torch.int32).max).any()):
+                fail("tree_build", name, "ids that fit the int32 of tokens", int(ids.max()))
     for out, empty in (
         (tokens, 0),
         (parents, -1),

@@ -13,6 +13,7 @@ _OP = "tree_verify"
 
 # Sums of this many integer weights stay within 64 bits.
 MAX_VOCAB = 1 << 22
+MAX_NODES = 1024
 
 _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)
@@ -94,8 +95,8 @@ def tree_verify(
     carry distinct tokens; of equal ones the first in the list is taken.
 
     Args:
-        logits: ``[B, N, V]`` float32 or bfloat16, row i = after node i; V up to 2^22. Rows may be
-            strided. Only rows on the accepted path are read.
+        logits: ``[B, N, V]`` float32 or bfloat16, row i = after node i; N up to 1024, V up to 2^22.
+            Rows may be strided. Only rows on the accepted path are read.
         tokens, first_child, next_sibling: ``[B, N]``, as in ``DraftTree``.
         context_lens: ``[B]`` committed length; negative = padded request: nothing of it is read.
         max_accepted: D, the room for accepted drafts (default N - 1). A walk that reaches it stops.
@@ -117,8 +118,8 @@ def tree_verify(
     check_tensor(_OP, "logits", logits, (None, None, None), FLOATS)
     check_last_dim(_OP, "logits", logits)
     batch, num_nodes, vocab = logits.shape
-    if num_nodes < 1 or not 1 <= vocab <= MAX_VOCAB:
-        expected = f"at least one node and 1 to {MAX_VOCAB} tokens"
+    if not 1 <= num_nodes <= MAX_NODES or not 1 <= vocab <= MAX_VOCAB:
+        expected = f"1 to {MAX_NODES} nodes and 1 to {MAX_VOCAB} tokens"
         fail(_OP, "logits", expected, list(logits.shape))
     device = logits.device
     nodes, requests = (batch, num_nodes), (batch,)

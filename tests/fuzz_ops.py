@@ -1,0 +1,538 @@
+"""Malformed calls for every compiled op: each must raise a clear error or equal the reference.
+
+    python tests/fuzz_ops.py [--seconds 60] [--seed 0] [--op NAME] [--case N] [--verbose]
+
+Each case starts from a sound call with random sizes and damages some arguments: shape, dtype,
+strides (zero ones on outputs too), device, aliasing, extreme integers, NaN and infinities. The call
+goes straight to ``torch.ops.spec_kernels``, past the checks of the Python face. Sound is one of
+
+- an error of the common form ``spec_kernels::op: argument: expected ..., got ...``;
+- outputs equal to the reference's, and every input and every byte around the outputs untouched.
+
+A crash ends the process; the last line printed before it (``--verbose``) names the case. ``make
+sanitize`` runs this under AddressSanitizer and UBSan, which see what a crash does not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import random
+import re
+import sys
+import time
+import traceback
+
+import torch
+
+from spec_kernels import _library, ops  # noqa: F401 (registers the references)
+
+GUARD = 64  # elements before and after every tensor's storage that nobody may write
+INTEGERS = (torch.int32, torch.int64)
+EXTREMES = (
+    -1,
+    0,
+    1,
+    2,
+    31,
+    32,
+    1023,
+    2**31 - 1,
+    -(2**31),
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+)
+FLOAT_EXTREMES = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e38, -1e38, 1e-45)
+MESSAGE = re.compile(r"^spec_kernels::\w+: [\w\[\], .]+: expected .+, got .*", re.S)
+
+
+class Case:
+    """A random source for sizes, and tensors that stand between guards."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.guarded: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def size(self, *choices: int) -> int:
+        return self.random.choice(choices)
+
+    def place(self, t: torch.Tensor) -> torch.Tensor:
+        """``t`` inside a larger storage, sometimes with a gap after every row."""
+        shape = list(t.shape)
+        if shape and self.random.random() < 0.2:
+            wide = [*shape[:-1], shape[-1] + self.random.choice((1, 3, 8))]
+        else:
+            wide = shape
+        count = 1
+        for s in wide:
+            count *= s
+        store = torch.zeros(count + 2 * GUARD, dtype=t.dtype)
+        view = store[GUARD : GUARD + count].view(wide)
+        if wide is not shape:
+            view = view[..., : shape[-1]]
+        view.copy_(t)
+        return view
+
+    def floats(self, *shape: int, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
+        return self.place((torch.randn(shape, generator=self.torch) * scale).to(dtype))
+
+    def ints(self, low: int, high: int, *shape: int, dtype=None) -> torch.Tensor:
+        dtype = dtype or self.random.choice(INTEGERS)
+        values = torch.randint(low, max(high, low + 1), shape, generator=self.torch)
+        return self.place(values.to(dtype))
+
+    def out(self, *shape: int, dtype) -> torch.Tensor:
+        t = torch.zeros(shape, dtype=dtype)
+        fill = float("nan") if dtype.is_floating_point else -7
+        return self.place(t.fill_(fill)) if self.random.random() < 0.5 else t.fill_(fill)
+
+    def float_type(self) -> torch.dtype:
+        return self.random.choice((torch.float32, torch.bfloat16))
+
+    def int_type(self) -> torch.dtype:
+        return self.random.choice(INTEGERS)
+
+
+def hidden_capture(c: Case):
+    rows, hidden, dtype = c.size(0, 1, 2, 5, 33), c.size(0, 1, 3, 16, 37, 128), c.float_type()
+    slots = c.size(1, 3)
+    capture = c.floats(rows + c.size(0, 2), slots, hidden, dtype=dtype)
+    return [
+        c.random.choice((None, c.floats(rows, hidden, dtype=dtype))),
+        c.floats(rows, hidden, dtype=dtype),
+        c.floats(hidden, dtype=dtype),
+        1e-5,
+        c.out(rows, hidden, dtype=dtype),
+        c.random.choice((None, capture)),
+        c.size(0, slots - 1),
+    ]
+
+
+def tree_build(c: Case):
+    batch, pool, nodes = c.size(0, 1, 3), c.size(0, 1, 8, 70), c.size(1, 2, 8, 33, 65)
+    links = c.int_type()
+    words = (nodes + 31) // 32
+    slots = torch.randint(-1, max(pool, 1), (batch, pool), generator=c.torch)
+    slots = torch.minimum(slots, torch.arange(pool) - 1) if c.random.random() < 0.7 else slots
+    return [
+        c.floats(batch, pool),
+        c.ints(0, 50, batch, pool),
+        c.place(slots.to(c.int_type())),
+        c.ints(-1, 50, batch),
+        torch.full((batch, nodes), -7, dtype=c.int_type()),
+        torch.full((batch, nodes), -7, dtype=links),
+        torch.full((batch, nodes), -7, dtype=links),
+        torch.full((batch, nodes, words), -7, dtype=torch.int32),
+        torch.full((batch, nodes), -7, dtype=links),
+        torch.full((batch, nodes), -7, dtype=links),
+        torch.full((batch, nodes), -7, dtype=links),
+        torch.full((batch,), -7, dtype=c.int_type()),
+    ]
+
+
+def _attention(c: Case, mla: bool):
+    batch, rows, dtype = c.size(0, 1, 2), c.size(0, 1, 3, 8), c.float_type()
+    kv_heads, group = c.size(1, 2), c.size(1, 3)
+    heads = kv_heads * group
+    k_dim, v_dim = c.size(1, 8, 17, 64), c.size(1, 8, 24)
+    page, table, words = c.size(1, 3, 16), c.size(1, 4, 9), c.size(1, 1, 2)
+    pages = c.size(1, 12, 40)
+    room = page * table
+    ancestors = torch.zeros(batch, rows, words, dtype=torch.int64)
+    for b in range(batch):
+        for n in range(rows):
+            bits = c.random.getrandbits(min(n + 1, 30)) | 1 << n
+            ancestors[b, n, 0] = bits if c.random.random() < 0.9 else 0
+    tail = [
+        c.ints(0, pages, batch, table),
+        c.ints(0, max(1, room - 32), batch),
+        c.place(ancestors.to(torch.int32)),
+        0.25,
+        c.random.choice((0.0, 5.0)),
+        c.size(0, 0, 1, 7),
+    ]
+    if mla:
+        rope = c.size(0, 1, 8)
+        return [
+            c.floats(batch, rows, heads, k_dim, dtype=dtype),
+            c.floats(batch, rows, heads, rope, dtype=dtype),
+            c.floats(pages, page, k_dim + rope, dtype=dtype),
+            *tail,
+            c.out(batch, rows, heads, k_dim, dtype=dtype),
+            c.out(batch, rows, heads, dtype=torch.float32),
+        ]
+    return [
+        c.floats(batch, rows, heads, k_dim, dtype=dtype),
+        c.floats(pages, page, kv_heads, k_dim, dtype=dtype),
+        c.floats(pages, page, kv_heads, v_dim, dtype=dtype),
+        *tail,
+        c.out(batch, rows, heads, v_dim, dtype=dtype),
+        c.out(batch, rows, heads, dtype=torch.float32),
+    ]
+
+
+def tree_attention(c: Case):
+    return _attention(c, mla=False)
+
+
+def tree_attention_mla(c: Case):
+    return _attention(c, mla=True)
+
+
+def tree_verify(c: Case):
+    batch, nodes, vocab = c.size(0, 1, 3), c.size(1, 2, 6, 40), c.size(1, 2, 33, 300)
+    steps = c.size(1, 2, nodes)
+    dtype = c.float_type()
+
+    def maybe(t):
+        return c.random.choice((None, t))
+
+    temperature = maybe(c.place(torch.tensor([0.0, 0.7, 1.5])[:batch]))
+    seeds = c.ints(-(2**63), 2**63 - 1, batch, dtype=torch.int64)
+    return [
+        c.floats(batch, nodes, vocab, dtype=dtype, scale=3.0),
+        c.ints(0, vocab, batch, nodes),
+        c.ints(-1, nodes, batch, nodes),
+        c.ints(-1, nodes, batch, nodes),
+        c.ints(-1, 1000, batch),
+        temperature,
+        maybe(c.ints(-1, vocab + 2, batch)),
+        maybe(c.place(torch.rand(batch, generator=c.torch))),
+        maybe(c.place(torch.rand(batch, generator=c.torch) * 0.2)),
+        seeds if temperature is not None else maybe(seeds),
+        maybe(c.floats(batch, vocab)),
+        maybe(c.ints(-(2**31), 2**31, batch, nodes, (vocab + 31) // 32, dtype=torch.int32)),
+        c.out(batch, steps, dtype=c.int_type()),
+        c.out(batch, dtype=c.int_type()),
+        c.out(batch, steps, dtype=c.int_type()),
+        c.out(batch, dtype=c.int_type()),
+    ]
+
+
+def compact(c: Case):
+    batch, steps, page = c.size(0, 1, 3), c.size(1, 4), c.size(1, 3, 16)
+    table, nodes = c.size(1, 8), c.size(4, 9)
+    pages = max(1, batch * table)
+    path = torch.sort(torch.rand(batch, nodes, generator=c.torch).argsort(-1)[:, :steps]).values
+    tables = torch.randperm(pages, generator=c.torch)[: batch * table].view(batch, table)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+    return [
+        c.place(path.to(c.int_type())),
+        c.ints(0, steps, batch),
+        c.ints(-1, max(0, table * page - nodes), batch),
+        c.place(tables.to(c.int_type())),
+        [
+            c.floats(pages, page, *dims).to(c.random.choice(dtypes))
+            for dims in c.random.choice(((), ((2, 8),), ((3,), (2, 4)), ((), (0,))))
+        ],
+        [
+            c.floats(batch, nodes, *dims).to(c.random.choice(dtypes))
+            for dims in c.random.choice(((), ((),), ((5,), ())))
+        ],
+    ]
+
+
+def moe_experts(c: Case):
+    rows, hidden, dtype = c.size(0, 1, 3, 9), c.size(0, 1, 16, 33, 64), c.float_type()
+    groups = c.size(1, 1, 2)
+    experts = groups * c.size(0, 1, 2, 5)
+    inner, shared = c.size(0, 1, 8, 33), c.size(0, 7, 32)
+    best = c.size(1, groups)
+    top_k = c.random.randint(0, experts // groups * best)
+    with_shared = c.random.random() < 0.5
+    return [
+        c.floats(rows, hidden, dtype=dtype),
+        c.floats(experts, hidden, dtype=c.random.choice((torch.float32, dtype))),
+        c.random.choice((None, c.floats(experts, scale=0.1))),
+        c.floats(experts, 2 * inner, hidden, dtype=dtype, scale=0.2),
+        c.floats(experts, hidden, inner, dtype=dtype, scale=0.2),
+        c.floats(2 * shared, hidden, dtype=dtype, scale=0.2) if with_shared else None,
+        c.floats(hidden, shared, dtype=dtype, scale=0.2) if with_shared else None,
+        top_k,
+        groups,
+        best,
+        2.5,
+        c.random.random() < 0.5,
+        c.out(rows, hidden, dtype=dtype),
+    ]
+
+
+def _collective(c: Case, outs: int):
+    dtype = c.random.choice((torch.float32, torch.bfloat16, torch.float16))
+    data = [torch.randn(c.size(0, 1, 7, 64), generator=c.torch).to(dtype)]
+    data += [torch.empty_like(data[0])] * outs
+    return data
+
+
+def pcie_allreduce(c: Case):
+    return [*_collective(c, 1), torch.zeros(c.size(0, 8192), dtype=torch.uint8), 0, 1, 50]
+
+
+def pcie_all_gather(c: Case):
+    return pcie_allreduce(c)
+
+
+def pcie_broadcast(c: Case):
+    return [*_collective(c, 0), 0, torch.zeros(c.size(0, 8192), dtype=torch.uint8), 0, 1, 50]
+
+
+def pcie_barrier(c: Case):
+    return [torch.zeros(c.size(0, 8192), dtype=torch.uint8), 0, 1, 50]
+
+
+MAKERS = {name: globals()[name] for name in _library.SCHEMAS}
+
+
+def outputs_of(op: str) -> list[int]:
+    arguments = _library.arguments(op)
+    return [
+        i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
+def damage(c: Case, op: str, args: list) -> str:
+    """Spoils one argument in place of what stands in ``args``; says how."""
+    i = c.random.randrange(len(args))
+    arg = args[i]
+    if isinstance(arg, list):
+        if not arg:
+            return "nothing"
+        j = c.random.randrange(len(arg))
+        how, arg[j] = damage_tensor(c, arg[j], [t for t in args if isinstance(t, torch.Tensor)])
+        return f"argument {i}[{j}]: {how}"
+    if isinstance(arg, torch.Tensor):
+        how, args[i] = damage_tensor(c, arg, [t for t in args if isinstance(t, torch.Tensor)])
+        return f"argument {i}: {how}"
+    if isinstance(arg, bool) or arg is None:
+        return "nothing"
+    args[i] = c.random.choice(EXTREMES if isinstance(arg, int) else FLOAT_EXTREMES)
+    return f"argument {i}: {args[i]}"
+
+
+def damage_tensor(c: Case, t: torch.Tensor, others: list[torch.Tensor]):
+    kind = c.random.choice(
+        (
+            "values",
+            "values",
+            "values",
+            "shape",
+            "dtype",
+            "stride",
+            "expand",
+            "huge",
+            "alias",
+            "meta",
+        )
+    )
+    dim = c.random.randrange(t.dim()) if t.dim() else 0
+    if kind == "values" and t.numel():
+        flat = t.reshape(-1).clone()
+        count = c.random.choice((1, flat.numel()))
+        places = torch.randint(0, flat.numel(), (count,), generator=c.torch)
+        if t.dtype.is_floating_point:
+            value = c.random.choice(FLOAT_EXTREMES)
+        else:
+            limits = torch.iinfo(t.dtype)
+            value = min(max(c.random.choice(EXTREMES), limits.min), limits.max)
+        flat[places] = value
+        t = t.clone() if 0 in t.stride() else t
+        t.copy_(flat.view(t.shape))
+        return f"{count} values {value}", t
+    if kind == "shape" and t.dim():
+        how = c.random.choice(("cut", "zero", "unsqueeze", "flatten", "more"))
+        if how == "cut" and t.shape[dim] > 1:
+            return f"one less in dimension {dim}", t.narrow(dim, 0, t.shape[dim] - 1)
+        if how == "zero":
+            return f"none in dimension {dim}", t.narrow(dim, 0, 0)
+        if how == "unsqueeze":
+            return "one more dimension", t.unsqueeze(dim)
+        if how == "flatten":
+            return "flat", t.reshape(-1)
+        shape = list(t.shape)
+        shape[dim] += 1
+        return f"one more in dimension {dim}", torch.zeros(shape, dtype=t.dtype)
+    if kind == "dtype":
+        types = (
+            torch.float32,
+            torch.bfloat16,
+            torch.float64,
+            torch.int32,
+            torch.int64,
+            torch.uint8,
+        )
+        dtype = c.random.choice((*types, torch.bool, torch.complex64))
+        return f"as {dtype}", torch.zeros(t.shape, dtype=dtype)
+    if kind == "stride" and t.dim() > 1:
+        return "transposed storage", t.transpose(0, -1).clone().transpose(0, -1)
+    if kind == "expand" and t.dim() and t.shape[dim]:
+        return f"stride 0 in dimension {dim}", t.narrow(dim, 0, 1).expand(t.shape)
+    if kind == "huge" and t.dim() and t.numel():
+        shape = list(t.shape)
+        shape[dim] = c.random.choice((2**31, 2**40, 2**62))
+        try:
+            return f"{shape[dim]} in dimension {dim}", t.narrow(dim, 0, 1).expand(shape)
+        except RuntimeError:  # torch itself refuses: the number of elements overflows
+            return "nothing", t
+    if kind == "alias" and others:
+        base = c.random.choice(others)
+        store = base.untyped_storage()
+        room = store.nbytes() // t.element_size()
+        if t.numel() and t.device == base.device and room >= t.numel():
+            view = torch.empty(0, dtype=t.dtype).set_(store)
+            start = min(
+                base.storage_offset() * base.element_size() // t.element_size(), room - t.numel()
+            )
+            start = max(0, start - c.random.choice((0, 0, 1)))
+            return "in another's memory", view[start : start + t.numel()].view(t.shape)
+    if kind == "meta":
+        return "on meta", t.to("meta")
+    return "nothing", t
+
+
+def storages(args) -> dict[int, torch.Tensor]:
+    """Whole storages by address, as bytes, of every CPU tensor in ``args``."""
+    found = {}
+    for a in args:
+        for t in a if isinstance(a, list) else [a]:
+            if isinstance(t, torch.Tensor) and t.device.type == "cpu":
+                store = t.untyped_storage()
+                found[store.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(store)
+    return found
+
+
+def twin(args):
+    """The same call on copied storages, with every view and alias kept."""
+    copies = {address: s.clone() for address, s in storages(args).items()}
+
+    def copy(t):
+        if not isinstance(t, torch.Tensor) or t.device.type != "cpu":
+            return t
+        store = copies[t.untyped_storage().data_ptr()]
+        empty = torch.empty(0, dtype=t.dtype).set_(store.untyped_storage())
+        return empty.as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return [[copy(t) for t in a] if isinstance(a, list) else copy(a) for a in args], copies
+
+
+def is_huge(args) -> bool:
+    tensors = [t for a in args for t in (a if isinstance(a, list) else [a])]
+    return any(isinstance(t, torch.Tensor) and t.numel() > 1 << 24 for t in tensors)
+
+
+def masked(stores, args, outs):
+    """Copies of ``stores`` with the bytes of the outputs zeroed: what nobody may have changed."""
+    left = {address: s.clone() for address, s in stores.items()}
+    for i in outs:
+        for t in args[i] if isinstance(args[i], list) else [args[i]]:
+            if isinstance(t, torch.Tensor) and t.device.type == "cpu":
+                store = left[t.untyped_storage().data_ptr()]
+                view = torch.empty(0, dtype=t.dtype).set_(store.untyped_storage())
+                view.as_strided(t.shape, t.stride(), t.storage_offset()).zero_()
+    return left
+
+
+def call(function, args) -> str | None:
+    """None when it went through; the message when it raised."""
+    try:
+        function(*args)
+    except (RuntimeError, ValueError) as error:
+        return str(error).split("\nException raised from", 1)[0] or repr(error)
+    return None
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    if a.dtype == torch.bfloat16:
+        return torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def run_case(op: str, seed: int) -> tuple[str, str | None]:
+    """Returns what the case was, and what is wrong with its outcome, if anything."""
+    c = Case(seed)
+    args = MAKERS[op](c)
+    hows = [damage(c, op, args) for _ in range(c.random.choice((0, 1, 1, 1, 2, 3)))]
+    what = "; ".join(hows) or "sound"
+    function = getattr(torch.ops.spec_kernels, op).default
+    outs = outputs_of(op)
+    huge = is_huge(args)
+    if huge:
+        message = call(function, args)
+    else:
+        reference_args, _ = twin(args)
+        before = storages(args)
+        kept = masked(before, args, outs)
+        message = call(function, args)
+        for address, store in masked(before, args, outs).items():
+            if not torch.equal(store, kept[address]):
+                return what, "memory beside the outputs changed"
+    if message is not None:
+        if MESSAGE.match(message) or is_torchs_own(message):
+            return what, None
+        return what, f"unclear error: {message}"
+    on_meta = any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args)
+    if huge or on_meta or op.startswith("pcie") or "alias" in what or "another's memory" in what:
+        return what, None
+    expected = call(_library.REFERENCES[op], reference_args)
+    if expected is not None:
+        return what, f"the reference raises {expected!r}, the kernel does not"
+    if any("1e" in how or "inf" in how for how in hows) and op in ("moe_experts", "hidden_capture"):
+        return what, None  # overflow inside a sum depends on its order
+    for i in outs:
+        mine = args[i] if isinstance(args[i], list) else [args[i]]
+        theirs = reference_args[i] if isinstance(args[i], list) else [reference_args[i]]
+        for a, b in zip(mine, theirs, strict=True):
+            if isinstance(a, torch.Tensor) and not same(a, b):
+                return what, f"argument {i} differs from the reference"
+    return what, None
+
+
+def is_torchs_own(message: str) -> bool:
+    """Dispatch refuses some calls before any kernel sees them."""
+    return "incompatible function arguments" in message or "Expected a value of type" in message
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0, help="first case of each op")
+    parser.add_argument("--op", choices=sorted(MAKERS), action="append")
+    parser.add_argument("--case", type=int, help="this one case only")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--faults", type=int, default=20, help="stop after so many")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    names = options.op or sorted(MAKERS)
+    if not _library.LIBRARIES["cpu"].loaded:
+        sys.exit(f"fuzz_ops: _C_cpu: {_library.LIBRARIES['cpu'].reason}")
+    deadline = time.monotonic() + options.seconds
+    seed, num_cases, faults = options.seed if options.case is None else options.case, 0, 0
+    while time.monotonic() < deadline and faults < options.faults:
+        for op in names:
+            if options.verbose:
+                print(f"{op} --case {seed}", flush=True)
+            # A case takes milliseconds; one that hangs is ended with its stack.
+            faulthandler.dump_traceback_later(60, exit=True)
+            try:
+                what, wrong = run_case(op, seed)
+            except Exception:
+                what, wrong = "?", traceback.format_exc()
+            num_cases += 1
+            if wrong is not None:
+                faults += 1
+                print(f"FAULT --op {op} --case {seed}: {what}: {wrong}", flush=True)
+        if options.case is not None:
+            break
+        seed += 1
+    faulthandler.cancel_dump_traceback_later()
+    print(f"fuzz_ops: {num_cases} calls, {faults} faults", flush=True)
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Builds the CPU libraries under AddressSanitizer and UBSan and checks them (make sanitize).
+
+    python tests/sanitize.py BUILD_DIR [--simd] [SCRIPT ARGUMENT...]
+
+The libraries go beside a copy of the package in ``BUILD_DIR/tree``, where nothing else finds them;
+the check (``tests/fuzz_ops.py`` by default) runs against that copy. Only the plain kernels are
+built, or, with ``--simd``, the same sources for this machine's own instruction set. Needs gcc.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def library(name: str) -> str:
+    compiler = os.environ.get("CXX", "c++")
+    found = subprocess.run(
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(found):
+        sys.exit(f"sanitize: {compiler} has no {name}")
+    return os.path.realpath(found)
+
+
+def build(folder: Path, simd: bool) -> None:
+    torch = importlib.util.find_spec("torch").submodule_search_locations[0]
+    flags = "-O1 -DNDEBUG" + (" -march=native" if simd else "")
+    configure = ["cmake", f"-S{ROOT}", f"-B{folder}", f"-DSK_OUTPUT_DIR={folder / 'out'}"]
+    configure += [f"-DSK_TORCH_DIR={torch}", "-DSK_SANITIZE=ON", "-DSK_ONE_ISA=ON"]
+    configure += ["-DCMAKE_BUILD_TYPE=Sanitize", f"-DCMAKE_CXX_FLAGS_SANITIZE={flags}"]
+    configure += [f"-DSK_PYTHON_INCLUDE={sysconfig.get_path('include')}"]
+    configure += [f"-DSK_PYTHON_SUFFIX={sysconfig.get_config_var('EXT_SUFFIX')}"]
+    jobs = str(len(os.sched_getaffinity(0)))
+    for command in (configure, ["cmake", "--build", str(folder), "-j", jobs]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"sanitize: {done.stdout[-4000:]}{done.stderr[-4000:]}")
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    simd = "--simd" in arguments
+    arguments = [a for a in arguments if a != "--simd"]
+    if not arguments:
+        sys.exit(__doc__)
+    folder = Path(arguments[0]).resolve()
+    command = arguments[1:] or [str(ROOT / "tests" / "fuzz_ops.py")]
+    cmake, tree = folder / ("cmake-simd" if simd else "cmake"), folder / "tree"
+    build(cmake, simd)
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(
+        ROOT / "spec_kernels",
+        tree / "spec_kernels",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
+    for made in (cmake / "out").glob("*.so"):
+        shutil.copy2(made, tree / "spec_kernels")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        # The interpreter is not instrumented: the runtime must be there first, and libstdc++ with
+        # it, or the runtime misses its exceptions.
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
+        # A refused allocation must reach the op as it would without the runtime. Python leaks by
+        # design.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    return subprocess.run([sys.executable, *command], env=environment, cwd=tree).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
