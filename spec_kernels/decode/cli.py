@@ -148,7 +148,10 @@ def _check(args: argparse.Namespace) -> Job:
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     tp = args.tp if args.tp is not None else DEFAULT_TP
     if under_torchrun:
-        world = int(os.environ["WORLD_SIZE"])
+        size = os.environ["WORLD_SIZE"]
+        if not size.isdecimal():
+            raise ValueError(f"WORLD_SIZE: expected a number, got {size!r}")
+        world = int(size)
         if args.tp not in (None, world):
             raise ValueError(f"--tp: expected {world} as WORLD_SIZE says, got {args.tp}")
         tp = world
@@ -156,8 +159,8 @@ def _check(args: argparse.Namespace) -> Job:
         raise ValueError(f"--tp: expected 1 to 8 ranks, got {tp}")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens: expected at least 1, got {args.max_new_tokens}")
-    if not args.timeout > 0:
-        raise ValueError(f"--timeout: expected a number > 0, got {args.timeout}")
+    if not 0 < args.timeout * 1e3 < 1 << 31:
+        raise ValueError(f"--timeout: expected a number > 0 below 2147483, got {args.timeout}")
     if (args.target is None) != (args.drafter is None):
         given, other = (
             ("--target", "--drafter") if args.drafter is None else ("--drafter", "--target")
@@ -201,6 +204,8 @@ def _check(args: argparse.Namespace) -> Job:
             f"prompt and --max-new-tokens: expected at most {config.max_position_embeddings} "
             f"tokens (max_position_embeddings), got {longest}"
         )
+    if args.json is not None and args.json.is_dir():
+        raise ValueError(f"--json: expected a file, got the directory {args.json}")
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise ValueError(f"--json: no directory {args.json.resolve().parent}")
     return Job(

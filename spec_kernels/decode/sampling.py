@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
@@ -33,9 +32,10 @@ class SamplingParams:
                     f"sampling: {name}: expected {expected}, got {getattr(self, name)}"
                 )
 
-        finite = math.isfinite(self.temperature)
-        check("temperature", finite and self.temperature >= 0, "a finite number >= 0")
-        check("top_k", self.top_k >= 0, "an integer >= 0")
+        # The ops hold float32 and int64.
+        finite = 0 <= self.temperature <= torch.finfo(torch.float32).max
+        check("temperature", finite, "a finite number >= 0")
+        check("top_k", 0 <= self.top_k < 2**63, "an integer >= 0 of 64 bits")
         check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
         check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
         check("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer")

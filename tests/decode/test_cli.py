@@ -157,6 +157,10 @@ def test_a_difference_is_an_error_that_says_where(texts, monkeypatch, capsys):
         (["--prompt", "a", "--json", "/no/such/directory/x.json"], "--json: no directory"),
         (["--prompt", "a", "--num-prompts", "2"], "--num-prompts: only for the held-out prompts"),
         (["--prompt", "a", "--timeout", "0"], "--timeout: expected a number > 0"),
+        (["--prompt", "a", "--timeout", "inf"], "--timeout: expected a number > 0"),
+        (["--prompt", "a", "--json", "/"], "--json: expected a file"),
+        (["--prompt", "a", "--temperature", "1e39"], "temperature: expected a finite number"),
+        (["--prompt", "a", "--top-k", str(2**64)], "top_k: expected an integer"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(texts, capfd, options, message):
