@@ -9,8 +9,11 @@
 #include <stdexcept>
 #include <string>
 
-// Weak, so that the library also loads beside a torch that was built without CUDA; no kernel can be reached there.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream) __attribute__((weak));
+// Weak, so that the library also loads beside a torch that was built without CUDA; no kernel can be
+// reached there.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream)
+    __attribute__((weak));
 
 namespace spec_kernels {
 
@@ -21,7 +24,8 @@ inline void check_cuda(cudaError_t error, const char* what) {
 }
 
 inline cudaStream_t current_stream(int32_t device_index) {
-  if (!aoti_torch_get_current_cuda_stream) throw std::runtime_error("spec_kernels: this torch was built without CUDA");
+  if (!aoti_torch_get_current_cuda_stream)
+    throw std::runtime_error("spec_kernels: this torch was built without CUDA");
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);

@@ -1,4 +1,5 @@
-// Element types of the CPU ops, as a plain enum that crosses into the kernels compiled per instruction set.
+// Element types of the CPU ops, as a plain enum that crosses into the kernels compiled per
+// instruction set.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

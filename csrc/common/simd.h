@@ -33,7 +33,8 @@ constexpr int kLanes = 16;
 
 #define SK_INLINE static inline __attribute__((always_inline))
 
-// Spelt out so that compilers see a broadcast, which loads can carry for free; `{} + x` costs an addition.
+// Spelt out so that compilers see a broadcast, which loads can carry for free; `{} + x` costs an
+// addition.
 SK_INLINE F32x16 splat(float x) { return F32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 // GCC lowers a comparison of vectors wider than the machine's to one lane at a time, so comparisons
