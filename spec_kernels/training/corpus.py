@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -58,8 +59,8 @@ class Document:
 
 
 def _is_table(text: str) -> bool:
-    visible = sum(not c.isspace() for c in text)
-    letters = sum(c.isalpha() or c == "_" for c in text)
+    visible = len("".join(text.split()))
+    letters = len(re.sub(r"[\W\d]+", "", text))
     return letters < _MIN_LETTER_SHARE * visible
 
 

@@ -89,7 +89,7 @@ def test_settling_lowers_repetition(out, tiny):
     target.train(out, schedule, batch=4, context=32, **options)
     probability = {}
     for weight in (0.0, 3.0):
-        schedule = loop.Schedule(1e-2, num_steps=30)
+        schedule = loop.Schedule(1e-2, num_steps=16)
         settle.train(out, schedule, batch=4, context=32, weight=weight, **options)
         lines = [json.loads(line) for line in (out / "settle.jsonl").read_text().splitlines()]
         probability[weight] = [line for line in lines if "copied_p" in line][-1]["copied_p"]
