@@ -88,13 +88,13 @@ def test_settling_lowers_repetition(out, tiny):
     schedule = loop.Schedule(1e-2, num_steps=10)
     target.train(out, schedule, batch=4, context=32, **options)
     probability = {}
-    for weight in (0.0, 3.0):
-        schedule = loop.Schedule(1e-2, num_steps=16)
+    for weight in (0.0, 4.0):
+        schedule = loop.Schedule(1e-2, num_steps=50)
         settle.train(out, schedule, batch=4, context=32, weight=weight, **options)
         lines = [json.loads(line) for line in (out / "settle.jsonl").read_text().splitlines()]
         probability[weight] = [line for line in lines if "copied_p" in line][-1]["copied_p"]
         assert (out / "settle.pt").is_file() and "held_out_loss" in lines[-1]
-    assert probability[3.0] < 0.8 * probability[0.0]
+    assert probability[4.0] < 0.7 * probability[0.0]
 
 
 def test_distinct_ngrams_by_hand():
