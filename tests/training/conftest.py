@@ -28,7 +28,7 @@ TINY = dataclasses.replace(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny tensors gain nothing from a second thread, and lose much to waiting on a busy machine."""
+    """Tiny tensors gain nothing from a second thread, and lose much on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
