@@ -145,7 +145,8 @@ def train(
     validation: dict | None = None,
     workers: Workers = SINGLE,
 ) -> eagle.Drafter:
-    """Reads generated.npy and train.npy of ``out``; writes drafter.pt and drafter.jsonl.
+    """Reads generated.npy and train.npy of ``out``; writes drafter.safetensors
+    and drafter.jsonl.
 
     ``num_steps`` TTT steps of training and validation (step 0 included). ``target`` is frozen.
     """

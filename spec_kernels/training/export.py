@@ -17,6 +17,7 @@ import torch
 from spec_kernels.models.config import DrafterConfig, TargetConfig
 from spec_kernels.training import eagle, evaluate
 from spec_kernels.training import model as target_model
+from spec_kernels.training.loop import load_weights
 from spec_kernels.training.target import BUNDLED, EVALUATION_CONTEXT, held_out_loss
 
 MAX_BYTES = 16_000_000
@@ -60,22 +61,20 @@ def _write_model(directory: Path, config: dict, state: dict[str, torch.Tensor]) 
 
 
 def publish_target(
-    out: Path, assets: Path, checkpoint: str = "settle.pt", config: TargetConfig = BUNDLED
+    out: Path, assets: Path, checkpoint: str = "settle.safetensors", config: TargetConfig = BUNDLED
 ) -> None:
     """A checkpoint of the target -> assets/target, rounded to bfloat16."""
     model = target_model.Target(config)
-    model.load_state_dict(torch.load(out / checkpoint, weights_only=True)["model"])
+    load_weights(out / checkpoint, model)
     values = config.to_dict() | {"bos_token_id": None, "pad_token_id": None}
     _write_model(assets / "target", values, target_model.published_state(model))
     shutil.copyfile(out / "tokenizer.json", assets / "target" / "tokenizer.json")
 
 
 def publish_drafter(out: Path, assets: Path, config: DrafterConfig) -> None:
-    """drafter.pt -> assets/drafter, with its log thinned."""
-    state = torch.load(out / "drafter.pt", weights_only=True)["model"]
-    ids = torch.arange(config.draft_vocab_size) + state["d2t"]
-    drafter = eagle.Drafter(config, ids)
-    drafter.load_state_dict(state)
+    """drafter.safetensors -> assets/drafter, with its log thinned."""
+    drafter = eagle.Drafter(config, torch.arange(config.draft_vocab_size))
+    load_weights(out / "drafter.safetensors", drafter)
     _write_model(assets / "drafter", config.to_dict(), eagle.published_state(drafter))
     lines = (out / "drafter.jsonl").read_text().splitlines()
     # Every validation line stays; of the training lines, evenly spaced ones and the last.

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_kernels.training.optim import Optimizer
@@ -23,6 +25,9 @@ from spec_kernels.training.workers import SINGLE, Workers
 
 _CHECKPOINT_SECONDS = 180.0
 _LOG_EVERY = 10
+
+# Names in a checkpoint file.
+_MODEL, _RNG, _COUNTERS, _OPTIMIZER_STEPS = "model.", "rng", "counters", "optimizer_steps"
 
 
 class Batches:
@@ -120,22 +125,38 @@ def save_checkpoint(
     optimizer: Optimizer,
     counters: Counters,
 ) -> None:
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "counters": dataclasses.asdict(counters),
-        "rng": torch.get_rng_state(),
-    }
-    _replace(path, lambda temporary: torch.save(state, temporary))
+    """One safetensors file; the counters and the optimizer's step stand in its metadata."""
+    tensors = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
+    for part, values in optimizer.tensors().items():
+        tensors |= {f"{part}.{name}": value for name, value in values.items()}
+    tensors[_RNG] = torch.get_rng_state()
+    tensors = {name: value.detach().contiguous() for name, value in tensors.items()}
+    numbers = {**dataclasses.asdict(counters), _OPTIMIZER_STEPS: optimizer.num_steps}
+    metadata = {_COUNTERS: json.dumps(numbers)}
+    _replace(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: Optimizer) -> Counters:
     """Restores all of it in place."""
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    return Counters(**state["counters"])
+    load_weights(path, model)
+    with safe_open(path, "pt") as file:
+        optimizer.load(
+            {
+                part: {name: file.get_tensor(f"{part}.{name}") for name in values}
+                for part, values in optimizer.tensors().items()
+            }
+        )
+        torch.set_rng_state(file.get_tensor(_RNG))
+        numbers = json.loads(file.metadata()[_COUNTERS])
+    optimizer.num_steps = numbers.pop(_OPTIMIZER_STEPS)
+    return Counters(**numbers)
+
+
+def load_weights(path: Path, model: torch.nn.Module) -> None:
+    """The model's part of a checkpoint."""
+    with safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if name.startswith(_MODEL)]
+        model.load_state_dict({name.removeprefix(_MODEL): file.get_tensor(name) for name in names})
 
 
 class Log:
@@ -186,7 +207,7 @@ def run(
     ``step_of(batch)`` runs the forward pass; its report's tensors and lists are averaged between
     log lines. ``balance`` gets the expert loads after each step; ``evaluate()`` values to log.
     """
-    checkpoint = out / f"{stage}.pt"
+    checkpoint = out / f"{stage}.safetensors"
     counters = Counters()
     is_resumed = resume and checkpoint.is_file()
     if is_resumed:

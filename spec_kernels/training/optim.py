@@ -102,22 +102,12 @@ class Optimizer:
             parameter.mul_(1.0 - rate * self.weight_decay)
         parameter.addcdiv_(first, corrected, value=-rate / (1.0 - beta1**self.num_steps))
 
-    def state_dict(self) -> dict:
-        return {
-            "buffers": self.buffers,
-            "first": self.first,
-            "second": self.second,
-            "num_steps": self.num_steps,
-        }
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The state but for ``num_steps``, by kind and parameter name."""
+        return {"buffers": self.buffers, "first": self.first, "second": self.second}
 
-    def load_state_dict(self, state: dict) -> None:
-        for mine, saved in (
-            (self.buffers, state["buffers"]),
-            (self.first, state["first"]),
-            (self.second, state["second"]),
-        ):
-            if mine.keys() != saved.keys():
-                raise ValueError("optimizer state: expected the parameters of this model")
-            for name, value in saved.items():
-                mine[name].copy_(value)
-        self.num_steps = state["num_steps"]
+    def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Copies what ``tensors`` of an optimizer for the same parameters gave."""
+        for part, values in self.tensors().items():
+            for name, value in values.items():
+                value.copy_(saved[part][name])

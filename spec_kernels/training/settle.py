@@ -140,7 +140,7 @@ def train(
     stop_after: int | None = None,
     workers: Workers = SINGLE,
 ) -> Target:
-    """Goes on from target.pt of ``out``; writes settle.pt and settle.jsonl.
+    """Goes on from ``out``'s target.safetensors; writes settle.safetensors and settle.jsonl.
 
     own.npy of ``out``, if it is there, holds the target's own greedy texts.
     """
@@ -149,7 +149,7 @@ def train(
     training, held_out = np.load(out / "train.npy"), np.load(out / "held_out.npy")
     torch.manual_seed(seed)
     model = Target(config, compute_dtype)
-    model.load_state_dict(torch.load(out / "target.pt", weights_only=True)["model"])
+    loop.load_weights(out / "target.safetensors", model)
     optimizer = Optimizer(model, uses_muon, weight_decay)
     if use_compile:
         model.compile_layers()

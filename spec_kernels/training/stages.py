@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
             generate.merge(args.out, args.workers, _OWN_TEXTS, "own")
         launch(args.workers, _IN_WORKERS[stage], args)
         if stage in ("target", "settle"):
-            export.publish_target(args.out, _assets(args), f"{stage}.pt")
+            export.publish_target(args.out, _assets(args), f"{stage}.safetensors")
         elif stage == "generate":
             generate.merge(args.out, args.workers, args.sequences)
         elif stage == "drafter":

@@ -94,7 +94,8 @@ def train(
     stop_after: int | None = None,
     workers: Workers = SINGLE,
 ) -> Target:
-    """Reads train.npy, held_out.npy and corpus.json of ``out``; writes target.pt, target.jsonl.
+    """Reads train.npy, held_out.npy and corpus.json of ``out``; writes
+    target.safetensors and target.jsonl.
 
     Windows of ``context`` tokens, ``batch`` a step. Longer contexts follow in stage ``settle``:
     attention to them is dear, and is learnt late.

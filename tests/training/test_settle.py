@@ -93,7 +93,7 @@ def test_settling_lowers_repetition(out, tiny):
         settle.train(out, schedule, batch=4, context=32, weight=weight, **options)
         lines = [json.loads(line) for line in (out / "settle.jsonl").read_text().splitlines()]
         probability[weight] = [line for line in lines if "copied_p" in line][-1]["copied_p"]
-        assert (out / "settle.pt").is_file() and "held_out_loss" in lines[-1]
+        assert (out / "settle.safetensors").is_file() and "held_out_loss" in lines[-1]
     assert probability[4.0] < 0.7 * probability[0.0]
 
 

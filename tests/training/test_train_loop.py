@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spec_kernels.training import drafter, export, generate, loop, target, workers
 from spec_kernels.training.optim import Optimizer, orthogonalise
@@ -88,7 +89,7 @@ def test_a_few_steps_lower_the_loss_and_are_logged(out, tiny):
 
 def test_resuming_equals_not_stopping(out, tiny):
     whole = _train(out, tiny).state_dict()
-    (out / "target.pt").unlink()
+    (out / "target.safetensors").unlink()
     stopped = _train(out, tiny, stop_after=13).state_dict()
     assert not all(torch.equal(stopped[name], value) for name, value in whole.items())
     torch.manual_seed(99)
@@ -98,13 +99,13 @@ def test_resuming_equals_not_stopping(out, tiny):
 
 def _rank(group, out, config):
     model = _train(out, config, workers=group, stop_after=3)
-    torch.save(model.state_dict(), out / f"rank{group.rank}.pt")
+    save_file(model.state_dict(), out / f"rank{group.rank}.safetensors")
 
 
 def test_two_workers_train_one_model(out, tiny):
     alone = _train(out, tiny, stop_after=3).state_dict()
     workers.launch(2, _rank, out, tiny)
-    first, second = (torch.load(out / f"rank{r}.pt", weights_only=True) for r in (0, 1))
+    first, second = (load_file(out / f"rank{r}.safetensors") for r in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     for name, value in alone.items():
         torch.testing.assert_close(first[name], value, atol=5e-3, rtol=0.05)
@@ -130,7 +131,7 @@ def test_generation_is_seeded_and_greedy_where_asked(out, tiny):
 def test_drafter_trains_resumes_and_publishes(out, tiny):
     _train(out, tiny)
     assets = out / "assets"
-    export.publish_target(out, assets, "target.pt", tiny)
+    export.publish_target(out, assets, "target.safetensors", tiny)
     model = export.load_target(assets / "target", torch.float32)
     for rank in range(2):
         group = workers.Workers(rank, 2)
@@ -155,7 +156,7 @@ def test_drafter_trains_resumes_and_publishes(out, tiny):
     assert last["accept_length"] == pytest.approx(1 + sum(last["full_accuracy"]), abs=1e-6)
     assert len(lines[-1]["greedy_full_accuracy"]) == 3
 
-    (out / "drafter.pt").unlink()
+    (out / "drafter.safetensors").unlink()
     train(stop_after=7)
     resumed = train(resume=True).state_dict()
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
