@@ -150,7 +150,7 @@ def test_output_streams_and_ctrl_c_ends_all():
             if comm.rank == 0:
                 print("first line", flush=True)
             comm.barrier()
-            print("pid", os.getpid(), flush=True)
+            os.write(1, f"pid {os.getpid()}\\n".encode())  # one write: ranks share the pipe
             time.sleep(600)
         launch(worker, 3)
         """,
@@ -171,7 +171,7 @@ def test_no_rank_survives_its_parent():
         import os, time
         from spec_kernels.comm.launch import launch
         def worker(comm):
-            print("pid", os.getpid(), flush=True)
+            os.write(1, f"pid {os.getpid()}\\n".encode())  # one write: ranks share the pipe
             time.sleep(600)
         launch(worker, 3)
         """
