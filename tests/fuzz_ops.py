@@ -328,6 +328,9 @@ def damage_tensor(c: Case, t: torch.Tensor, others: list[torch.Tensor]):
             "meta",
         )
     )
+    if t.device.type == "meta" or is_huge([t]):
+        return "nothing", t
+    others = [o for o in others if o.device.type != "meta"]
     dim = c.random.randrange(t.dim()) if t.dim() else 0
     if kind == "values" and t.numel():
         flat = t.reshape(-1).clone()
@@ -418,9 +421,13 @@ def twin(args):
     return [[copy(t) for t in a] if isinstance(a, list) else copy(a) for a in args], copies
 
 
+def tensors_of(args) -> list[torch.Tensor]:
+    flat = [t for a in args for t in (a if isinstance(a, list) else [a])]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
 def is_huge(args) -> bool:
-    tensors = [t for a in args for t in (a if isinstance(a, list) else [a])]
-    return any(isinstance(t, torch.Tensor) and t.numel() > 1 << 24 for t in tensors)
+    return any(t.numel() > 1 << 24 for t in tensors_of(args))
 
 
 def masked(stores, args, outs):
@@ -475,14 +482,15 @@ def run_case(op: str, seed: int) -> tuple[str, str | None]:
         if MESSAGE.match(message) or is_torchs_own(message):
             return what, None
         return what, f"unclear error: {message}"
-    on_meta = any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args)
+    on_meta = any(t.device.type == "meta" for t in tensors_of(args))
     if huge or on_meta or op.startswith("pcie") or "alias" in what or "another's memory" in what:
         return what, None
     expected = call(_library.REFERENCES[op], reference_args)
     if expected is not None:
         return what, f"the reference raises {expected!r}, the kernel does not"
-    if any("1e" in how or "inf" in how for how in hows) and op in ("moe_experts", "hidden_capture"):
-        return what, None  # overflow inside a sum depends on its order
+    floats = ("hidden_capture", "moe_experts", "tree_attention", "tree_attention_mla")
+    if op in floats and any("e+38" in how or "inf" in how for how in hows):
+        return what, None  # when a sum overflows depends on its order
     for i in outs:
         mine = args[i] if isinstance(args[i], list) else [args[i]]
         theirs = reference_args[i] if isinstance(args[i], list) else [reference_args[i]]

@@ -152,7 +152,8 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
       AttentionNode node{};
       node.row = static_cast<int32_t>(n);
       node.is_chain = is_chain;
-      node.last = context + num_path - 1;
+      // A context that is refused below must not overflow here.
+      node.last = std::min(context, kMaxPositions) + num_path - 1;
       node.first = c.window > 0 ? std::max<int64_t>(0, node.last - c.window + 1) : 0;
       if (!is_chain) {
         node.path = static_cast<int64_t>(plan.slots.size());

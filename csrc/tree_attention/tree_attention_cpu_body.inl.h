@@ -589,8 +589,10 @@ SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* we
     }
     store_weights(weights + i, p);
   }
-  *max_out = row_max;
   *sum_out = reduce_add(sum);
+  // The maximum passes over a NaN, and -inf means that nothing was seen: a NaN score must not look
+  // so.
+  *max_out = *sum_out != *sum_out ? *sum_out : row_max;
 }
 
 // ---- leaves

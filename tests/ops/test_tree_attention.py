@@ -872,3 +872,24 @@ def test_endless_tables_hold_no_endless_context(backend, num_blocks):
     for length in (2**31, 2**62, 2**63 - 2):
         with pytest.raises(ValueError, match="block_tables.0.: expected room for"):
             tree_attention(q, cache, cache, tables, torch.tensor([length]), words, backend=backend)
+
+
+@pytest.mark.parametrize("num_keys", [1, 40, 200])
+@pytest.mark.parametrize("place", ["q", "k"])
+def test_nan_scores_are_not_taken_for_an_empty_row(backend, dtype, place, num_keys):
+    """A broken hidden state must show in its own row, and in no other."""
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(1, 2, 2, 8, generator=generator)
+    cache = torch.randn(16, 16, 2, 8, generator=generator)
+    keys = cache.clone()
+    if place == "q":
+        q[0, 0] = math.nan
+    else:
+        keys.view(-1, 2, 8)[num_keys] = math.nan  # tree row 0, which the first node alone sees
+    q, cache, keys = q.to(dtype), cache.to(dtype), keys.to(dtype)
+    words = torch.tensor([[[1], [2]]], dtype=torch.int32)
+    tables = torch.arange(16)[None]
+    call = (tables, torch.tensor([num_keys]), words)
+    out, lse = tree_attention(q, keys, cache, *call, backend=backend)
+    assert out[0, 0].isnan().all() and lse[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all() and lse[0, 1].isfinite().all()
