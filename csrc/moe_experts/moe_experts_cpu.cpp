@@ -469,8 +469,9 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
     check_operand("correction_bias", *correction_bias, {num_experts});
     check_dtype(kOp, "correction_bias", *correction_bias, ScalarType::Float);
   }
-  SK_CHECK(n_group >= 1 && num_experts % n_group == 0, kOp, "n_group",
-           "a divisor of " + std::to_string(num_experts) + " experts", n_group);
+  SK_CHECK(
+      n_group >= 1 && n_group <= std::max<int64_t>(num_experts, 1) && num_experts % n_group == 0,
+      kOp, "n_group", "a divisor of " + std::to_string(num_experts) + " experts", n_group);
   SK_CHECK(topk_group >= 1 && topk_group <= n_group, kOp, "topk_group",
            "1 <= topk_group <= " + std::to_string(n_group), topk_group);
   const int64_t most = num_experts / n_group * topk_group;

@@ -530,3 +530,12 @@ def test_out_stands_apart(backend):
     with pytest.raises(ValueError, match="out: expected memory apart from x"):
         both = torch.randn(3, 8)
         moe_experts(both[1:], router, gate_up, down, top_k=1, out=both[:2], backend=backend)
+
+
+def test_groups_without_experts_are_refused(backend):
+    """Any number divides no experts, and the scratch has a place for every group."""
+    x = torch.randn(2, 8)
+    none = torch.empty(0, 8), torch.empty(0, 8, 8), torch.empty(0, 8, 4)
+    for n_group in (2, 2**63 - 1):
+        with pytest.raises(ValueError, match="n_group: expected a divisor of 0 experts"):
+            moe_experts(x, *none, top_k=0, n_group=n_group, backend=backend)

@@ -88,7 +88,7 @@ def moe_experts(
         check_tensor(_OP, "shared_gate_up", shared_gate_up, shape, same, device)
         check_last_dim(_OP, "shared_gate_up", shared_gate_up)
         check_last_dim(_OP, "shared_down", shared_down)
-    if n_group < 1 or num_experts % n_group:
+    if not 1 <= n_group <= max(num_experts, 1) or num_experts % n_group:
         fail(_OP, "n_group", f"a divisor of {num_experts} experts", n_group)
     if not 1 <= topk_group <= n_group:
         fail(_OP, "topk_group", f"1 <= topk_group <= {n_group}", topk_group)
