@@ -218,9 +218,3 @@ def train(
         stop_after=stop_after,
     )
     return drafter
-
-
-def load_summary(path: Path) -> dict:
-    """The last validation line of a drafter.jsonl."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if "greedy_accept_length" in line][-1]

@@ -247,6 +247,10 @@ def test_case_44_the_drafters_own_rope_at_any_position(tmp_path, target):
     logits, _ = run_committed(base, ids, captured)
     for drafter in (scaled, other):
         assert (run_committed(drafter, ids, captured)[0] - logits).abs().max() > 1e-3
+    # A linear factor of 4 makes of position 4p what p is without it; exactly, as 4 is 2^2.
+    positions = torch.tensor([[0, 1, 7, 2047, 2049, 100_000]])
+    stretched = scaled.rotary.rotation(4 * positions)
+    assert torch.equal(stretched, base.rotary.rotation(positions))
     # Attention depends on distances alone, so a shift by any amount changes rounding only.
     for shift in (5, 3000, 100_000):
         shifted, _ = run_committed(scaled, ids, captured, shift)
