@@ -332,7 +332,8 @@ def damage_tensor(c: Case, t: torch.Tensor, others: list[torch.Tensor]):
         return "nothing", t
     others = [o for o in others if o.device.type != "meta"]
     dim = c.random.randrange(t.dim()) if t.dim() else 0
-    if kind == "values" and t.numel():
+    has_extremes = t.dtype.is_floating_point or t.dtype in (*INTEGERS, torch.uint8)
+    if kind == "values" and t.numel() and has_extremes:
         flat = t.reshape(-1).clone()
         count = c.random.choice((1, flat.numel()))
         places = torch.randint(0, flat.numel(), (count,), generator=c.torch)

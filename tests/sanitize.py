@@ -32,14 +32,17 @@ def library(name: str) -> str:
 
 def build(folder: Path, simd: bool) -> None:
     torch = importlib.util.find_spec("torch").submodule_search_locations[0]
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=sysconfig.get_path("scripts"))
+    if cmake is None:
+        sys.exit("sanitize: needs cmake, not found")
     flags = "-O1 -DNDEBUG" + (" -march=native" if simd else "")
-    configure = ["cmake", f"-S{ROOT}", f"-B{folder}", f"-DSK_OUTPUT_DIR={folder / 'out'}"]
+    configure = [cmake, f"-S{ROOT}", f"-B{folder}", f"-DSK_OUTPUT_DIR={folder / 'out'}"]
     configure += [f"-DSK_TORCH_DIR={torch}", "-DSK_SANITIZE=ON", "-DSK_ONE_ISA=ON"]
     configure += ["-DCMAKE_BUILD_TYPE=Sanitize", f"-DCMAKE_CXX_FLAGS_SANITIZE={flags}"]
     configure += [f"-DSK_PYTHON_INCLUDE={sysconfig.get_path('include')}"]
     configure += [f"-DSK_PYTHON_SUFFIX={sysconfig.get_config_var('EXT_SUFFIX')}"]
     jobs = str(len(os.sched_getaffinity(0)))
-    for command in (configure, ["cmake", "--build", str(folder), "-j", jobs]):
+    for command in (configure, [cmake, "--build", str(folder), "-j", jobs]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"sanitize: {done.stdout[-4000:]}{done.stderr[-4000:]}")

@@ -893,3 +893,11 @@ def test_nan_scores_are_not_taken_for_an_empty_row(backend, dtype, place, num_ke
     out, lse = tree_attention(q, keys, cache, *call, backend=backend)
     assert out[0, 0].isnan().all() and lse[0, 0].isnan().all()
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite().all()
+
+
+def test_a_call_without_rows_reads_no_values(backend):
+    q, cache = torch.empty(1, 0, 1, 4), torch.randn(2, 4, 1, 4)
+    words = torch.empty((1, 0, 1), dtype=torch.int32)
+    tables = torch.tensor([[1 << 40]])
+    out, lse = tree_attention(q, cache, cache, tables, torch.tensor([-1]), words, backend=backend)
+    assert out.shape == (1, 0, 1, 4) and lse.shape == (1, 0, 1)

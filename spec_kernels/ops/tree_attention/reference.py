@@ -85,13 +85,15 @@ def attend(
     num_batch, num_rows, num_heads, _ = q.shape
     num_pages, page, num_kv_heads, _ = k_cache.shape
     v_dim = v_cache.shape[-1]
+    out = torch.zeros(num_batch, num_rows, num_heads, v_dim, dtype=dtype, device=q.device)
+    lse = torch.full((num_batch, num_rows, num_heads), -torch.inf, dtype=dtype, device=q.device)
+    if lse.numel() == 0:  # nobody looks, so nothing is looked at
+        return out, lse
     bits = unpack_ancestors(ancestors)
     num_keys = block_tables.shape[1] * page
     if q.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
         num_keys = check_values(op, num_pages, page, block_tables, context_lens, bits, window)
-    out = torch.zeros(num_batch, num_rows, num_heads, v_dim, dtype=dtype, device=q.device)
-    lse = torch.full((num_batch, num_rows, num_heads), -torch.inf, dtype=dtype, device=q.device)
-    if num_keys == 0 or num_pages == 0 or lse.numel() == 0:
+    if num_keys == 0 or num_pages == 0:
         return out, lse
 
     visible = _visibility(bits, context_lens, num_keys, window)
