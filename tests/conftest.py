@@ -1,20 +1,37 @@
-"""The ``backend`` fixture: one suite for every implementation this machine can run."""
+"""The ``backend`` fixture: one suite for every implementation this machine can run.
+
+A suite whose op has more than the usual two names them in its ``BACKENDS``.
+"""
+
+import os
 
 import pytest
 import torch
 
 from spec_kernels import _library
 
+# Without a device Triton's kernels run in its interpreter; it reads this when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config):
     torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
-@pytest.fixture(params=["reference", "cpu"])
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        names = getattr(metafunc.module, "BACKENDS", ("reference", "cpu"))
+        metafunc.parametrize("backend", names, indirect=True)
+
+
+@pytest.fixture
 def backend(request):
-    """Name to pass as ``backend=``; one whose library is not loaded is skipped, saying why."""
+    """Name to pass as ``backend=``; one that this machine lacks is skipped, saying why."""
     if request.param == "cpu" and not _library.LIBRARIES["cpu"].loaded:
         pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
+    if request.param == "triton":
+        pytest.importorskip("triton")
     return request.param
 
 

@@ -19,13 +19,17 @@
 namespace spec_kernels {
 
 constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kFirstSplits = 32;
 constexpr int64_t kMaxSplits = 128;
 
 // Twin of spec_kernels/ops/tree_attention/splits.py: the least kKeyBlock * 2^k with which
-// kMaxSplits splits suffice.
+// kFirstSplits * 2^k splits, but at most kMaxSplits, suffice.
 static inline int64_t attention_split_size(int64_t context_len) {
-  int64_t size = kKeyBlock;
-  while (size <= (context_len - 1) / kMaxSplits) size *= 2;
+  int64_t size = kKeyBlock, most = kFirstSplits;
+  while (size <= (context_len - 1) / most) {
+    size *= 2;
+    if (most < kMaxSplits) most *= 2;
+  }
   return size;
 }
 

@@ -155,26 +155,31 @@ def test_attach_refuses_what_is_not_the_segment():
 
 
 @needs_shared_memory
-def test_torchrun():
+def test_torchrun(tmp_path):
+    # A file each: what ranks print through one pipe may come out mixed.
     program = textwrap.dedent(
         """
+        import sys
+        from pathlib import Path
+
         import torch
         from spec_kernels.comm import from_environment
         with from_environment() as comm:
             total = comm.all_reduce(torch.full((5,), comm.rank + 1.0)).tolist()
-            print("total", total, comm.transport, flush=True)
+            Path(sys.argv[1], str(comm.rank)).write_text(f"{total} {comm.transport}")
         """
     )
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python"]
     done = subprocess.run(
-        [sys.executable, *command, sys.executable, "-c", program],
+        [sys.executable, *command, sys.executable, "-c", program, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("total [3.0, 3.0, 3.0, 3.0, 3.0] shared memory") == 2
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == dict.fromkeys("01", f"{[3.0] * 5} shared memory")
 
 
 def gloo(fn, world_size, *args, **options):

@@ -826,9 +826,10 @@ def test_not_a_tensor(backend):
 
 def test_splits_follow_the_length_alone():
     assert attention_splits(0) == attention_splits(1) == attention_splits(KEY_BLOCK) == 1
-    edge = KEY_BLOCK * MAX_SPLITS
-    assert (attention_splits(edge), attention_split_size(edge)) == (MAX_SPLITS, KEY_BLOCK)
-    assert attention_split_size(edge + 1) == 2 * KEY_BLOCK
+    edges = [(2048, 32, 64), (8192, 64, 128), (32768, 128, 256), (65536, 128, 512)]
+    for edge, splits, size in edges:
+        assert (attention_splits(edge), attention_split_size(edge)) == (splits, size)
+        assert attention_split_size(edge + 1) == 2 * size
     for length in [*range(0, 3000, 7), 10**5, 10**6, 10**7]:
         size = attention_split_size(length)
         assert size % KEY_BLOCK == 0 and (size // KEY_BLOCK).bit_count() == 1
