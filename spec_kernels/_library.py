@@ -8,6 +8,7 @@ caller owns and return ``()``.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,15 +85,31 @@ def _load(name: str) -> LibraryState:
     return LibraryState(name, path, True, "loaded")
 
 
+CPU_ISAS = ("plain", "avx2", "avx512", "avx512_bf16")
+_wanted_isa = os.environ.get("SPEC_KERNELS_CPU_ISA")
+if _wanted_isa not in (None, "", *CPU_ISAS):
+    raise ValueError(
+        f"SPEC_KERNELS_CPU_ISA: expected one of {', '.join(CPU_ISAS)}, got {_wanted_isa!r}"
+    )
+
 LIBRARIES = {"cpu": _load("_C_cpu"), "cuda": _load("_C_cuda")}
 
 
 def cpu_isa() -> str:
     """What the CPU kernels use: ``avx512``, ``avx2``, ``plain``; ``none`` if not loaded."""
+    return _ask_cpu("spec_kernels_cpu_isa")
+
+
+def cpu_bf16() -> str:
+    """What multiplies bf16 on the CPU: ``amx_bf16``, ``avx512_bf16``, ``fp32``; or ``none``."""
+    return _ask_cpu("spec_kernels_cpu_bf16")
+
+
+def _ask_cpu(question: str) -> str:
     state = LIBRARIES["cpu"]
     if not state.loaded:
         return "none"
-    function = ctypes.CDLL(str(state.path)).spec_kernels_cpu_isa
+    function = getattr(ctypes.CDLL(str(state.path)), question)
     function.restype = ctypes.c_char_p
     return function().decode()
 

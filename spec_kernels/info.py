@@ -53,6 +53,7 @@ def _cpu() -> dict[str, object]:
         "cores": os.cpu_count(),
         "features": [flag for flag in CPU_FLAGS if flag in flags],
         "isa": _library.cpu_isa(),
+        "bf16": _library.cpu_bf16(),
     }
 
 
@@ -144,7 +145,9 @@ def _section(title: str, pairs: dict[str, object]) -> list[str]:
 def render(facts: dict) -> str:
     """The text form of ``collect()``."""
     cpu, cuda = facts["cpu"], facts["cuda"]
-    isa = {"none": "no compiled kernels are loaded"}.get(cpu["isa"], f"kernels use {cpu['isa']}")
+    isa = f"kernels use {cpu['isa']}, and {cpu['bf16']} to multiply bf16"
+    if cpu["isa"] == "none":
+        isa = "no compiled kernels are loaded"
     lines = _section(
         "versions",
         {k: v or "absent" for k, v in facts["versions"].items()} | {"package": facts["package"]},

@@ -91,3 +91,9 @@ extern "C" __attribute__((visibility("default"))) const char* spec_kernels_cpu_i
       return "plain";
   }
 }
+
+// What multiplies bf16 pairs where a kernel has such a form.
+extern "C" __attribute__((visibility("default"))) const char* spec_kernels_cpu_bf16() {
+  if (spec_kernels::cpu_has_amx_bf16()) return "amx_bf16";
+  return spec_kernels::cpu_has_avx512_bf16() ? "avx512_bf16" : "fp32";
+}

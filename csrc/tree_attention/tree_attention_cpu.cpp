@@ -4,15 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
-
-#if defined(__linux__) && defined(__x86_64__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include "common/check.h"
 #include "tree_attention/tree_attention.h"
@@ -29,36 +23,9 @@ constexpr double kSerialWork = 1.5e6;
 // Jobs a thread, so that one disturbed thread does not hold up the call.
 constexpr int64_t kJobsPerThread = 4;
 
-#if defined(__linux__) && defined(__x86_64__)
-// The kernel hands out AMX tile state only to processes that ask.
-bool request_amx() {
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr long kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-bool cpu_has(uint32_t leaf, uint32_t subleaf, int reg, int bit) {
-  uint32_t r[4];
-  __asm__ volatile("cpuid"
-                   : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3])
-                   : "a"(leaf), "c"(subleaf));
-  return r[reg] >> bit & 1;
-}
-#endif
-
-// SPEC_KERNELS_CPU_ISA=avx512 means the base sets alone, avx512_bf16 stops short of AMX.
 Bf16Math detect_math() {
-#if defined(__linux__) && defined(__x86_64__)
-  if (cpu_isa() != Isa::kAvx512) return Bf16Math::kFma;
-  const char* wanted = std::getenv("SPEC_KERNELS_CPU_ISA");
-  if (wanted && std::strcmp(wanted, "avx512") == 0) return Bf16Math::kFma;
-  if (!cpu_has(7, 1, 0, 5)) return Bf16Math::kFma;  // AVX512_BF16
-  if (wanted && std::strcmp(wanted, "avx512_bf16") == 0) return Bf16Math::kDot;
-  const bool tiles = cpu_has(7, 0, 3, 22) && cpu_has(7, 0, 3, 24);  // AMX-BF16, AMX-TILE
-  return tiles && request_amx() ? Bf16Math::kAmx : Bf16Math::kDot;
-#else
-  return Bf16Math::kFma;
-#endif
+  if (cpu_has_amx_bf16()) return Bf16Math::kAmx;
+  return cpu_has_avx512_bf16() ? Bf16Math::kDot : Bf16Math::kFma;
 }
 
 Bf16Math bf16_math() {
