@@ -67,6 +67,12 @@ inline void check_float(const char* op, const char* arg, const Tensor& t) {
            torch::headeronly::toString(s));
 }
 
+inline void check_any_float(const char* op, const char* arg, const Tensor& t) {
+  const ScalarType s = t.scalar_type();
+  SK_CHECK(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Half, op, arg,
+           "float32, bfloat16 or float16", torch::headeronly::toString(s));
+}
+
 // Expects exactly these sizes; -1 matches any size.
 inline void check_shape(const char* op, const char* arg, const Tensor& t,
                         std::initializer_list<int64_t> expected) {

@@ -23,10 +23,21 @@ typedef float F32x16 __attribute__((vector_size(64)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 // bfloat16 as bits: the upper half of an fp32.
 struct bf16 {
   uint16_t bits;
+};
+
+// IEEE half precision as bits.
+struct fp16 {
+  uint16_t bits;
+};
+
+// float8_e4m3fn as bits: bias 7, subnormals, no infinity, 0x7f and 0xff are NaN.
+struct fp8 {
+  uint8_t bits;
 };
 
 constexpr int kLanes = 16;
@@ -107,6 +118,51 @@ SK_INLINE F32x16 load(const bf16* p) {
   return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
 }
 
+// All ones where a value below 2^31 is less than `limit`; cheaper than a comparison (see above).
+SK_INLINE U32x16 below(U32x16 values, uint32_t limit) {
+  return (U32x16)((I32x16)(values - limit) >> 31);
+}
+
+// Exponent bias 15 against 127. Scaling by 2^112 does all finite values at once, subnormal ones
+// included; an exponent of all ones must stay one.
+SK_INLINE F32x16 from_fp16(U16x16 h) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_cvtph_ps((__m256i)h);
+#else
+  const U32x16 bits = __builtin_convertvector(h, U32x16);
+  const U32x16 sign = (bits & 0x8000u) << 16;
+  const U32x16 magnitude = (bits & 0x7fffu) << 13;
+  const F32x16 scaled = (F32x16)magnitude * 5.192296858534828e33f;  // 2^112
+  const U32x16 special = ~below(magnitude, 0x0f800000u);
+  return (F32x16)((((U32x16)scaled & ~special) | ((magnitude | 0x7f800000u) & special)) | sign);
+#endif
+}
+
+SK_INLINE F32x16 load(const fp16* p) {
+  U16x16 h;
+  std::memcpy(&h, p, sizeof(h));
+  return from_fp16(h);
+}
+
+// Subnormals are counts of 2^-9; no fp32 subnormal occurs on the way, which some modes flush.
+SK_INLINE F32x16 from_fp8(U8x16 b) {
+  const U32x16 bits = __builtin_convertvector(b, U32x16);
+  const U32x16 sign = (bits & 0x80u) << 24;
+  const U32x16 magnitude = bits & 0x7fu;
+  const U32x16 normal = (magnitude << 20) + (120u << 23);
+  const F32x16 small = __builtin_convertvector((I32x16)magnitude, F32x16) * 0.001953125f;
+  const U32x16 is_small = below(magnitude, 8);
+  const U32x16 is_nan = ~below(magnitude, 0x7f);
+  const U32x16 number = ((U32x16)small & is_small) | (normal & ~is_small);
+  return (F32x16)((number & ~is_nan) | (0x7fc00000u & is_nan) | sign);
+}
+
+SK_INLINE F32x16 load(const fp8* p) {
+  U8x16 b;
+  std::memcpy(&b, p, sizeof(b));
+  return from_fp8(b);
+}
+
 // Reads n < 16 elements; the other lanes are zero.
 template <class T>
 SK_INLINE F32x16 load_partial(const T* p, int64_t n) {
@@ -145,6 +201,54 @@ SK_INLINE void store(bf16* p, F32x16 v) {
   std::memcpy(p, &h, sizeof(h));
 }
 
+// Round to nearest even, overflow to infinity, subnormal results kept, NaN to a quiet NaN.
+SK_INLINE U16x16 to_fp16(F32x16 v) {
+#if defined(__AVX512F__)
+  return (U16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const U32x16 all = (U32x16)v;
+  const U32x16 sign = (all >> 16) & 0x8000u;
+  const U32x16 bits = all & 0x7fffffffu;
+  // Normal: add half a unit in the last place (ties to even) and move the exponent.
+  const U32x16 normal = (bits + 0xc8000fffu + ((bits >> 13) & 1u)) >> 13;
+  // Subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low mantissa bits.
+  const U32x16 small = (U32x16)((F32x16)bits + 0.5f) - 0x3f000000u;
+  const U32x16 is_small = below(bits, 0x38800000u);
+  const U32x16 is_big = ~below(bits, 0x477ff000u);  // 65520 and above round to infinity
+  const U32x16 is_nan = ~below(bits, 0x7f800001u);
+  U32x16 h = (small & is_small) | (normal & ~is_small);
+  h = (h & ~is_big) | (0x7c00u & is_big);
+  h = (h & ~is_nan) | ((0x7e00u | ((bits >> 13) & 0x3ffu)) & is_nan);
+  return __builtin_convertvector(h | sign, U16x16);
+#endif
+}
+
+SK_INLINE void store(fp16* p, F32x16 v) {
+  const U16x16 h = to_fp16(v);
+  std::memcpy(p, &h, sizeof(h));
+}
+
+// Saturates at +-448, then rounds to nearest even; NaN stays NaN.
+SK_INLINE U8x16 to_fp8(F32x16 v) {
+  const U32x16 all = (U32x16)v;
+  const U32x16 sign = (all >> 24) & 0x80u;
+  const U32x16 magnitude = all & 0x7fffffffu;
+  const U32x16 is_nan = ~below(magnitude, 0x7f800001u);
+  const U32x16 is_big = ~below(magnitude, 0x43e00001u);  // beyond 448
+  const U32x16 bits = (magnitude & ~is_big) | (0x43e00000u & is_big);
+  const U32x16 normal = (bits + 0x7ffffu + ((bits >> 20) & 1u) - (120u << 23)) >> 20;
+  // Subnormal: adding 2^14 leaves the rounded multiple of 2^-9 in the low mantissa bits.
+  const U32x16 small = (U32x16)((F32x16)bits + 16384.0f) - 0x46800000u;
+  const U32x16 is_small = below(bits, 0x3c800000u);  // 2^-6
+  const U32x16 number = (small & is_small) | (normal & ~is_small);
+  return __builtin_convertvector((number & ~is_nan) | (0x7fu & is_nan) | sign, U8x16);
+}
+
+SK_INLINE void store(fp8* p, F32x16 v) {
+  const U8x16 b = to_fp8(v);
+  std::memcpy(p, &b, sizeof(b));
+}
+
 template <class T>
 SK_INLINE void store_partial(T* p, F32x16 v, int64_t n) {
   T tail[kLanes];
@@ -175,11 +279,19 @@ SK_INLINE float to_float(bf16 x) {
 // Rounds through T and back: what a later reader of the stored value sees.
 template <class T>
 SK_INLINE F32x16 round_to(F32x16 v) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return v;
-  } else {
-    return (F32x16)(__builtin_convertvector(to_bf16(v), U32x16) << 16);
-  }
+  T lanes[kLanes];
+  store(lanes, v);
+  return load(lanes);
+}
+
+template <>
+inline __attribute__((always_inline)) F32x16 round_to<float>(F32x16 v) {
+  return v;
+}
+
+template <>
+inline __attribute__((always_inline)) F32x16 round_to<bf16>(F32x16 v) {
+  return (F32x16)(__builtin_convertvector(to_bf16(v), U32x16) << 16);
 }
 
 // a * b + c. Contraction is off in these files, so this alone decides what is fused.

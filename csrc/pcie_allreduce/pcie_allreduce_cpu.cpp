@@ -310,8 +310,7 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);
   const ScalarType dtype = input.scalar_type();
-  SK_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
-           op, "input", "float32, bfloat16 or float16", torch::headeronly::toString(dtype));
+  check_any_float(op, "input", input);
   check_dtype(op, "out", out, dtype);
   check_contiguous(op, "input", input);
   check_contiguous(op, "out", out);

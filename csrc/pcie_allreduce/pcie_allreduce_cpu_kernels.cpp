@@ -5,61 +5,6 @@ namespace spec_kernels {
 namespace SK_ISA {
 namespace {
 
-struct fp16 {
-  uint16_t bits;
-};
-
-// Exponent bias 15 against 127. Scaling by 2^112 does all finite values at once, subnormal ones
-// included; an exponent of all ones must stay one.
-inline F32x16 from_fp16(U16x16 h) {
-#if defined(__AVX512F__)
-  return (F32x16)_mm512_cvtph_ps((__m256i)h);
-#else
-  const U32x16 bits = __builtin_convertvector(h, U32x16);
-  const U32x16 sign = (bits & 0x8000u) << 16;
-  const U32x16 magnitude = (bits & 0x7fffu) << 13;
-  const F32x16 scaled = (F32x16)magnitude * 5.192296858534828e33f;  // 2^112
-  const U32x16 special = (U32x16)(magnitude >= 0x0f800000u);
-  return (F32x16)((((U32x16)scaled & ~special) | ((magnitude | 0x7f800000u) & special)) | sign);
-#endif
-}
-
-// Round to nearest even, overflow to infinity, subnormal results kept, NaN to a quiet NaN.
-inline U16x16 to_fp16(F32x16 v) {
-#if defined(__AVX512F__)
-  return (U16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  const U32x16 all = (U32x16)v;
-  const U32x16 sign = (all >> 16) & 0x8000u;
-  const U32x16 bits = all & 0x7fffffffu;
-  // Normal: add half a unit in the last place (ties to even) and move the exponent.
-  const U32x16 normal = (bits + 0xc8000fffu + ((bits >> 13) & 1u)) >> 13;
-  // Subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low mantissa bits.
-  const U32x16 small = (U32x16)((F32x16)bits + 0.5f) - 0x3f000000u;
-  const U32x16 is_small = (U32x16)(bits < 0x38800000u);
-  const U32x16 is_big = (U32x16)(bits >= 0x477ff000u);  // 65520 and above round to infinity
-  const U32x16 is_nan = (U32x16)(bits > 0x7f800000u);
-  U32x16 h = (small & is_small) | (normal & ~is_small);
-  h = (h & ~is_big) | (0x7c00u & is_big);
-  h = (h & ~is_nan) | ((0x7e00u | ((bits >> 13) & 0x3ffu)) & is_nan);
-  return __builtin_convertvector(h | sign, U16x16);
-#endif
-}
-
-inline F32x16 load(const fp16* p) {
-  U16x16 h;
-  std::memcpy(&h, p, sizeof(h));
-  return from_fp16(h);
-}
-
-inline void store(fp16* p, F32x16 v) {
-  const U16x16 h = to_fp16(v);
-  std::memcpy(p, &h, sizeof(h));
-}
-
-using SK_ISA::load;
-using SK_ISA::store;
-
 // Operands [First, First + Width) of the canonical tree, those below kRanks; Width is a power of
 // two.
 template <int kFirst, int kWidth, int kRanks>
