@@ -48,11 +48,18 @@ SCHEMAS = {
     "int topk_group, float routed_scaling, bool normalize, Tensor(a!) out) -> ()",
 }
 
-_lib = torch.library.Library(NAMESPACE, "DEF")
-for _name, _schema in SCHEMAS.items():
-    _lib.define(_name + _schema)
-    # Every op only writes into its arguments, so the fake has nothing to make.
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *args: None, lib=_lib)
+
+def define_schemas(namespace: str) -> torch.library.Library:
+    """Defines every op in ``namespace``, for as long as the caller keeps what is returned."""
+    lib = torch.library.Library(namespace, "DEF")
+    for name, schema in SCHEMAS.items():
+        lib.define(name + schema)
+        # Every op only writes into its arguments, so the fake has nothing to make.
+        torch.library.register_fake(f"{namespace}::{name}", lambda *args: None, lib=lib)
+    return lib
+
+
+_lib = define_schemas(NAMESPACE)
 
 
 REFERENCES: dict[str, Callable[..., None]] = {}

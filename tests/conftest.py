@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from cuda_on_host import host_build
 
 from spec_kernels import _library
 
@@ -32,6 +33,10 @@ def backend(request):
         pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
     if request.param == "triton":
         pytest.importorskip("triton")
+    if request.param == "cuda_on_host":
+        if host_build.missing():
+            pytest.skip(f"CUDA sources on the host: {host_build.missing()}")
+        host_build.load()
     return request.param
 
 

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/host_device.h"
+
 namespace spec_kernels {
 
 using torch::headeronly::ScalarType;
@@ -254,7 +256,7 @@ struct IntView {
   explicit IntView(const Tensor& t)
       : data(t.data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
 
-  int64_t operator[](int64_t i) const {
+  SK_HOST_DEVICE int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
@@ -267,7 +269,7 @@ struct MutableIntView {
   explicit MutableIntView(const Tensor& t)
       : data(t.data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
 
-  void set(int64_t i, int64_t value) const {
+  SK_HOST_DEVICE void set(int64_t i, int64_t value) const {
     if (wide) {
       static_cast<int64_t*>(data)[i] = value;
     } else {

@@ -1,13 +1,23 @@
-// The caller's CUDA stream and device guard, through the stable C shims.
+// What every CUDA source stands on: launches, shared memory, the caller's stream and device, and
+// the values that only a kernel can check.
+//
+// The same sources are compiled for the host and run on an emulated machine (tests/cuda_on_host),
+// whose cuda_runtime.h defines SK_CUDA_ON_HOST. What differs is here and nowhere else.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+
+#include "common/check.h"
 
 // Weak, so that the library also loads beside a torch that was built without CUDA; no kernel can be
 // reached there.
@@ -15,12 +25,36 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
                                                              void** ret_stream)
     __attribute__((weak));
 
+// SK_SHARED(float, partial, [kWarps]) declares an array in shared memory, SK_SHARED(int, count) a
+// scalar, SK_DYNAMIC_SHARED(char, bytes) a pointer to what the launch asked for, aligned to 16.
+// SK_CUDA_LIBRARY_IMPL(m) { m.impl(...) } registers.
+#if defined(SK_CUDA_ON_HOST)
+#define SK_SHARED(type, name, ...) SIMT_SHARED(type, name, __VA_ARGS__)
+#define SK_DYNAMIC_SHARED(type, name) \
+  type* const name = static_cast<type*>(::simt::dynamic_shared())
+#define SK_CUDA_LIBRARY_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(spec_kernels_cuda_on_host, CPU, m)
+#else
+#define SK_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+#define SK_DYNAMIC_SHARED(type, name)                                \
+  extern __shared__ __align__(16) unsigned char sk_dynamic_shared[]; \
+  type* const name = reinterpret_cast<type*>(sk_dynamic_shared)
+#define SK_CUDA_LIBRARY_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CUDA, m)
+#endif
+
 namespace spec_kernels {
 
 // torch's own STD_CUDA_CHECK needs symbols that a CPU build of torch lacks.
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string("spec_kernels: ") + what + ": " + cudaGetErrorString(error));
+}
+
+inline void check_cuda_tensor(const char* op, const char* arg, const Tensor& t) {
+#if defined(SK_CUDA_ON_HOST)
+  check_cpu(op, arg, t);
+#else
+  SK_CHECK(t.is_cuda(), op, arg, "a CUDA tensor", "another device");
+#endif
 }
 
 inline cudaStream_t current_stream(int32_t device_index) {
@@ -45,5 +79,25 @@ class DeviceGuard {
  private:
   int previous_ = 0;
 };
+
+// kernel<<<grid, block, shared_bytes, stream>>>(args...), more than 48 KiB of dynamic shared memory
+// included; raises where the launch itself is refused. `what` names the op.
+template <class... Params, class... Args>
+void launch_kernel(const char* what, void (*kernel)(Params...), dim3 grid, dim3 block,
+                   size_t shared_bytes, cudaStream_t stream, const Args&... args) {
+  constexpr size_t kPlainSharedBytes = 48 << 10;
+  if (shared_bytes > kPlainSharedBytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_bytes)),
+               what);
+  }
+#if defined(SK_CUDA_ON_HOST)
+  simt::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream,
+               [=] { kernel(args...); });
+#else
+  kernel<<<grid, block, shared_bytes, stream> > >(args...);
+#endif
+  check_cuda(cudaGetLastError(), what);
+}
 
 }  // namespace spec_kernels

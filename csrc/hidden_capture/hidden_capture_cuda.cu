@@ -1,7 +1,6 @@
 // One block a row. The row stays in registers between the sum of squares and the scaled store, so
 // HBM sees each element once for every tensor it belongs to.
 #include <cuda_bf16.h>
-#include <torch/csrc/stable/library.h>
 
 #include <optional>
 
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) hidden_capture_kernel(HiddenCaptureA
     }
   }
   // Butterfly within a warp, then over warps: one order for every row and grid.
-  __shared__ float partial[kThreads / 32];
+  SK_SHARED(float, partial, [kThreads / 32]);
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, mask);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
   __syncthreads();
@@ -66,20 +65,16 @@ template <class T>
 void launch(const HiddenCaptureArgs& args, int64_t num_rows, cudaStream_t stream) {
   const int per_thread = static_cast<int>((args.hidden + kThreads - 1) / kThreads);
   const dim3 grid(static_cast<unsigned>(num_rows));
-  if (per_thread <= 4) {
-    hidden_capture_kernel<T, 4><<<grid, kThreads, 0, stream>>>(args);
-  } else if (per_thread <= 16) {
-    hidden_capture_kernel<T, 16><<<grid, kThreads, 0, stream>>>(args);
-  } else if (per_thread <= 32) {
-    hidden_capture_kernel<T, 32><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    hidden_capture_kernel<T, kMaxPerThread><<<grid, kThreads, 0, stream>>>(args);
-  }
-  check_cuda(cudaGetLastError(), kOp);
+  const auto kernel = per_thread <= 4    ? &hidden_capture_kernel<T, 4>
+                      : per_thread <= 16 ? &hidden_capture_kernel<T, 16>
+                      : per_thread <= 32 ? &hidden_capture_kernel<T, 32>
+                                         : &hidden_capture_kernel<T, kMaxPerThread>;
+  launch_kernel(kOp, kernel, grid, kThreads, 0, stream, args);
 }
 
 void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, double eps, Tensor out,
                     std::optional<Tensor> capture, int64_t slot) {
+  check_cuda_tensor(kOp, "residual", residual);
   const HiddenCaptureArgs args =
       hidden_capture_args(kOp, x, residual, weight, eps, out, capture, slot);
   SK_CHECK(args.hidden <= kThreads * kMaxPerThread, kOp, "residual", "at most 16384 columns",
@@ -97,8 +92,6 @@ void hidden_capture(std::optional<Tensor> x, Tensor residual, Tensor weight, dou
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CUDA, m) {
-  m.impl("hidden_capture", TORCH_BOX(&hidden_capture));
-}
+SK_CUDA_LIBRARY_IMPL(m) { m.impl("hidden_capture", TORCH_BOX(&hidden_capture)); }
 
 }  // namespace spec_kernels

@@ -9,6 +9,9 @@ import torch
 from spec_kernels import _library
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
+# Backends that the tests add: name -> namespace of torch.ops where the same ops, for CPU tensors,
+# are defined.
+EXTRA_BACKENDS: dict[str, str] = {}
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -122,6 +125,10 @@ def run(
         if triton is None:
             fail(op, "backend", "a Triton kernel", "none for this op")
         function = triton
+    elif backend in EXTRA_BACKENDS:
+        if device.type != "cpu":
+            fail(op, "backend", f"tensors on cpu for backend {backend!r}", device)
+        function = getattr(getattr(torch.ops, EXTRA_BACKENDS[backend]), op).default
     else:
         fail(op, "backend", f"None or one of {BACKENDS}", repr(backend))
     try:

@@ -1,0 +1,132 @@
+"""The CUDA sources, compiled by g++ for the emulated machine of ``include/simt.h``, as ops.
+
+``load()`` makes ``backend="cuda_on_host"`` known: the same ops on CPU tensors. Nothing here is
+part of the package. Settings, from the environment:
+
+SIMT_SEED      which schedule (``simt.h``); 0, threads in order, if unset
+SIMT_SANITIZE  AddressSanitizer and UBSan; the process must preload libasan (``tests/sanitize.py``)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from spec_kernels import _library
+from spec_kernels.ops import common
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+OUT = ROOT / "build" / "cuda_on_host"
+BACKEND = "cuda_on_host"
+NAMESPACE = "spec_kernels_cuda_on_host"
+
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
+# Contraction would fuse products into sums that the sources name apart.
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS)
+SANITIZERS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+)
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def missing() -> str | None:
+    """Why the sources cannot be compiled here, if they cannot."""
+    return None if compiler() else "no C++ compiler"
+
+
+def cuda_sources() -> list[Path]:
+    return sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
+
+
+def _content(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _torch() -> Path:
+    return Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+
+
+def _compile(source: Path, flags: tuple[str, ...]) -> Path:
+    """The object of ``source``, from the last run if nothing that it may include has changed."""
+    shim = sorted((HERE / "include").iterdir())
+    headers = sorted((ROOT / "csrc" / "common").iterdir())
+    beside = sorted(p for p in source.parent.iterdir() if p.suffix in (".h", ".cuh"))
+    version = subprocess.run([compiler(), "-v"], capture_output=True, text=True).stderr
+    key = _content([source, *shim, *headers, *beside]) + repr(flags) + version + torch.__version__
+    made = OUT / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.o"
+    if made.exists():
+        return made
+    command = [compiler(), "-c", "-x", "c++", str(source), "-o", f"{made}.{os.getpid()}", *flags]
+    command += [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}", f"-isystem{_torch() / 'include'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or done.stderr:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
+    os.replace(f"{made}.{os.getpid()}", made)
+    return made
+
+
+def build(sources: Sequence[Path], *, mutant: str | None = None, sanitize: bool = False) -> Path:
+    """A library of ``sources`` and the machine; ``mutant`` defines ``SK_MUTANT_<mutant>``."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    flags = (*FLAGS, "-DTORCH_TARGET_VERSION=0x020a000000000000")
+    flags += ("-O1", "-g", *SANITIZERS) if sanitize else ("-O2",)
+    mutation = (f"-DSK_MUTANT_{mutant}",) if mutant else ()
+    work = [(HERE / "simt.cpp", flags), *((s, flags + mutation) for s in sources)]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda job: _compile(*job), work))
+    names = "\n".join(map(str, objects)).encode()
+    made = OUT / f"_C_cuda_on_host-{hashlib.sha256(names).hexdigest()[:16]}.so"
+    if made.exists():
+        return made
+    command = [compiler(), "-shared", "-o", f"{made}.{os.getpid()}", *map(str, objects)]
+    command += [f"-L{_torch() / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    command += SANITIZERS[:1] if sanitize else ()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
+    os.replace(f"{made}.{os.getpid()}", made)
+    return made
+
+
+class Machine:
+    """The loaded library: its ops are registered, its schedule can be chosen."""
+
+    def __init__(self, path: Path):
+        self.definitions = _library.define_schemas(NAMESPACE)
+        torch.ops.load_library(str(path))
+        self._configure = ctypes.CDLL(str(path)).simt_configure
+        self._configure.argtypes = (ctypes.c_uint64, ctypes.c_int)
+        self.configure(int(os.environ.get("SIMT_SEED", "0")))
+        common.EXTRA_BACKENDS[BACKEND] = NAMESPACE
+
+    def configure(self, seed: int, resident_blocks: int = 0) -> None:
+        """The schedule of the launches to come; see ``simt.h``."""
+        self._configure(seed, resident_blocks)
+
+
+@functools.cache
+def load(mutant: str | None = None, op: str | None = None) -> Machine:
+    """Builds where needed, and registers; once a process, for one ``op`` or for all."""
+    sources = [s for s in cuda_sources() if op in (None, s.parent.name)]
+    path = build(sources, mutant=mutant, sanitize=bool(os.environ.get("SIMT_SANITIZE")))
+    return Machine(path)
