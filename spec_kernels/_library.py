@@ -30,7 +30,8 @@ SCHEMAS = {
     "Tensor(a!) out, Tensor(b!) lse) -> ()",
     "tree_verify": "(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling, "
     "Tensor context_lens, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
-    "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor(a!) accept_index, "
+    "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor? draft_probs, "
+    "float typical_epsilon, float typical_delta, Tensor(a!) accept_index, "
     "Tensor(b!) num_accepted, Tensor(c!) out_tokens, Tensor(d!) status) -> ()",
     "compact": "(Tensor accept_index, Tensor num_accepted, Tensor context_lens, "
     "Tensor block_tables, Tensor(a!)[] caches, Tensor(b!)[] rows) -> ()",

@@ -1,5 +1,5 @@
-// The walk down a draft tree along the target's own choices, and the rule by which the target
-// chooses.
+// The walk down a draft tree along the target's choices, the rule by which the target chooses, and
+// the rules by which it accepts drafts.
 //
 // The rule is written so that every backend gets the same bits whatever order it adds in. Values
 // are logits + bias in fp32; NaN and what is not allowed count as -inf. Weights are exp((value -
@@ -8,6 +8,10 @@
 // token is the first id whose cumulative weight exceeds coin * total; the comparison is exact and
 // half-open, so weight zero is never chosen. The coin depends on seed and absolute position alone,
 // so plain decoding and any tree choose the same token.
+//
+// Drafts that were drawn from q are accepted by recursive rejection (accept_by_draft), in the same
+// integers: q is truncated to multiples of 2^-kWeightBits, the test itself is exact, and q is
+// brought to the target's total by a ratio of 32 bits, rounded down.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +34,10 @@ enum VerifyStatus : int32_t {
       2,  // a link on the walk points outside the tree, or a child does not come after its parent
   kSiblingCycle = 4,  // a list of siblings has more entries than the tree has nodes
   kBadParameter = 8,  // a sampling parameter out of range; on CPU it raises instead
+  kBadDraft = 16,     // a visited row of draft_probs has an entry outside [0, 2): it counts as 0
 };
 
-// Third word of the counter. Twins of Purpose in the same file; the others are reserved for
-// draft-probability acceptance.
+// Third word of the counter. Twins of Purpose in the same file.
 enum Purpose : uint32_t { kSample = 0, kAccept = 1, kResidual = 2, kDraft = 3 };
 
 constexpr int64_t kMaxNodes = 1024;
@@ -41,6 +45,9 @@ constexpr int kWeightBits = 40;
 constexpr int kCoinBits = 24;
 // kMaxVocab weights of 2^kWeightBits stay below 2^63.
 constexpr int64_t kMaxVocab = int64_t{1} << 22;
+// Children of one node that can be rejected; those that follow are not tried, which is lossless
+// too.
+constexpr int kMaxRejections = 64;
 
 struct Philox {
   uint32_t word[4];
@@ -62,10 +69,12 @@ SK_HOST_DEVICE inline Philox philox4x32(Philox counter, uint32_t key0, uint32_t 
   return counter;
 }
 
-// kCoinBits random bits: the coin is this over 2^kCoinBits, in [0, 1).
-SK_HOST_DEVICE inline uint32_t coin_bits(uint64_t seed, uint64_t position, Purpose purpose) {
+// kCoinBits random bits: the coin is this over 2^kCoinBits, in [0, 1). `ordinal` tells apart coins
+// of one purpose at one position.
+SK_HOST_DEVICE inline uint32_t coin_bits(uint64_t seed, uint64_t position, Purpose purpose,
+                                         uint32_t ordinal = 0) {
   const Philox counter = {
-      {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), purpose, 0u}};
+      {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), purpose, ordinal}};
   const uint32_t word =
       philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)).word[0];
   return word >> (32 - kCoinBits);
@@ -83,21 +92,200 @@ struct ChildSearch {
   int32_t status;
 };
 
-// The first child of `node` in list order that carries `token`. Bounded by num_nodes steps whatever
-// the links hold; no id is used before it is known to lie in (node, num_nodes). Children after
-// their parent keep accept_index increasing, and so any walk finite.
+// The children of `node`, one by one in list order. Bounded by num_nodes steps whatever the links
+// hold; no id is used before it is known to lie in (node, num_nodes). Children after their parent
+// keep accept_index increasing, and so any walk finite.
+template <class FirstChild, class NextSibling>
+class Children {
+ public:
+  SK_HOST_DEVICE Children(int64_t node, int64_t num_nodes, const FirstChild& first_child,
+                          const NextSibling& next_sibling)
+      : node_(node), num_nodes_(num_nodes), next_sibling_(next_sibling) {
+    visit(first_child(node));
+  }
+
+  SK_HOST_DEVICE bool done() const { return child_ < 0; }
+  SK_HOST_DEVICE int64_t child() const { return child_; }
+  SK_HOST_DEVICE uint32_t ordinal() const { return static_cast<uint32_t>(ordinal_); }
+  // Why the list ended, once done.
+  SK_HOST_DEVICE int32_t status() const { return status_; }
+
+  SK_HOST_DEVICE void next() {
+    if (++ordinal_ == num_nodes_) {
+      child_ = -1;
+      status_ = kSiblingCycle;
+    } else {
+      visit(next_sibling_(child_));
+    }
+  }
+
+ private:
+  SK_HOST_DEVICE void visit(int64_t child) {
+    const bool inside = child > node_ && child < num_nodes_;
+    if (!inside && child != -1) status_ = kBadLink;
+    child_ = inside ? child : -1;
+  }
+
+  int64_t node_, num_nodes_;
+  const NextSibling& next_sibling_;
+  int64_t child_ = -1;
+  int64_t ordinal_ = 0;
+  int32_t status_ = 0;
+};
+
+// The first child in list order that carries `token`.
 template <class Tokens, class FirstChild, class NextSibling>
 SK_HOST_DEVICE inline ChildSearch find_child(int64_t node, int64_t token, int64_t num_nodes,
                                              const Tokens& tokens, const FirstChild& first_child,
                                              const NextSibling& next_sibling) {
-  int64_t child = first_child(node);
-  for (int64_t step = 0; step < num_nodes; ++step) {
-    if (child == -1) return {-1, 0};
-    if (child <= node || child >= num_nodes) return {-1, kBadLink};
-    if (tokens(child) == token) return {child, 0};
-    child = next_sibling(child);
+  Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
+  for (; !it.done(); it.next()) {
+    if (tokens(it.child()) == token) return {it.child(), 0};
   }
-  return {-1, kSiblingCycle};
+  return {-1, it.status()};
+}
+
+// ---- Acceptance of drafts that were drawn from q.
+
+struct Wide {
+  uint64_t high, low;
+};
+
+SK_HOST_DEVICE inline Wide multiply(uint64_t a, uint64_t b) {
+  const uint64_t a1 = a >> 32, a0 = a & 0xFFFFFFFFu, b1 = b >> 32, b0 = b & 0xFFFFFFFFu;
+  const uint64_t low = a0 * b0;
+  const uint64_t middle = a1 * b0 + (low >> 32);
+  const uint64_t other = a0 * b1 + (middle & 0xFFFFFFFFu);
+  return {a1 * b1 + (middle >> 32) + (other >> 32), (other << 32) | (low & 0xFFFFFFFFu)};
+}
+
+// coin < (p / p_total) / (q / q_total), exactly: all products stay below 2^126. Half-open, so p = 0
+// is never accepted and p / p_total >= q / q_total always is. Needs q > 0.
+SK_HOST_DEVICE inline bool accepts(uint32_t coin, uint64_t p, uint64_t p_total, uint64_t q,
+                                   uint64_t q_total) {
+  const Wide theirs = multiply(q, p_total), ours = multiply(p, q_total);
+  const Wide low = multiply(theirs.low, coin);
+  const Wide left = {theirs.high * coin + low.high, low.low};
+  const Wide right = {(ours.high << kCoinBits) | (ours.low >> (64 - kCoinBits)),
+                      ours.low << kCoinBits};
+  return left.high != right.high ? left.high < right.high : left.low < right.low;
+}
+
+// An entry of a row of q is sound within [0, 2); above 1, by rounding, it counts as 1.
+SK_HOST_DEVICE inline bool is_sound_draft(float q) { return q >= 0.0f && q < 2.0f; }
+
+// The weight of a sound entry, truncated like the target's; scaling by a power of two is exact.
+SK_HOST_DEVICE inline uint64_t draft_weight(float q) {
+  return static_cast<uint64_t>((q < 1.0f ? q : 1.0f) *
+                               static_cast<float>(uint64_t{1} << kWeightBits));
+}
+
+// mantissa * 2^-shift, with 2^31 <= mantissa < 2^32.
+struct Ratio {
+  uint32_t mantissa;
+  int32_t shift;
+};
+
+SK_HOST_DEVICE inline int leading_zeros(uint64_t x) {
+  int n = 0;
+  for (int step = 32; step > 0; step >>= 1) {
+    if (x >> (64 - step) == 0) {
+      n += step;
+      x <<= step;
+    }
+  }
+  return n;
+}
+
+// p_total / q_total, both > 0: at most the quotient, and short of it by less than 2^-30 of it.
+// Never above, so the amounts subtracted below sum to at most p_total: a rejection, which is
+// possible only where p(x) / p_total < q(x) / q_total, leaves a residual > 0.
+SK_HOST_DEVICE inline Ratio make_ratio(uint64_t p_total, uint64_t q_total) {
+  const int p_zeros = leading_zeros(p_total), q_zeros = leading_zeros(q_total);
+  const uint64_t quotient = (p_total << p_zeros) / (((q_total << q_zeros) >> 32) + 1);
+  const int half = static_cast<int>(quotient >> 32 != 0);
+  return {static_cast<uint32_t>(quotient >> half), 32 + p_zeros - q_zeros - half};
+}
+
+// high * 2^16 + low times the ratio, rounded down, for high <= 2^24 and low < 2^16: by products of
+// 32 bits.
+SK_HOST_DEVICE inline uint64_t scaled(uint64_t high, uint64_t low, Ratio ratio) {
+  const uint64_t product = high * ratio.mantissa + ((low * ratio.mantissa) >> 16);
+  const int shift = ratio.shift - 16;
+  if (shift < 0) return product << -shift;  // below q_total * ratio <= p_total
+  return shift < 64 ? product >> shift : 0;
+}
+
+// Recursive rejection over the children of one node, which were drawn one after the other without
+// replacement from q (a chain is the case of one child). A child x is accepted with probability
+// min(1, p(x) / q(x)); where it is rejected,
+//     p <- norm(max(p - q, 0)),  q <- norm(q without x),
+// and the next is tried. If none is accepted the bonus token is to be drawn from the p that is
+// left; so what is emitted is distributed as the p that one began with. A child of q(x) = 0 (an
+// equal token stood before, or it was no draw from q) is passed over, which leaves p as it is.
+//
+// `row` holds both distributions in integers as they stand:
+//   weight(id), draft(id)          p and q of an id in [0, vocab)
+//   weight_total(), draft_total()  their sums
+//   reject(id, ratio)              id gets weight and draft 0; every other weight w becomes
+//                                  max(w - scaled(draft, ratio), 0); weight_total is summed anew
+// Since scaled() >= 0, after several rejections the weight of any id that was not itself rejected
+// is max(w - sum over rejections of scaled(draft, ratio), 0): nothing but the ratios need be kept.
+template <class Tokens, class FirstChild, class NextSibling, class Row>
+SK_HOST_DEVICE inline ChildSearch accept_by_draft(int64_t node, int64_t num_nodes, int64_t vocab,
+                                                  uint64_t seed, uint64_t position,
+                                                  const Tokens& tokens,
+                                                  const FirstChild& first_child,
+                                                  const NextSibling& next_sibling, Row& row) {
+  int num_rejected = 0;
+  Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
+  for (; !it.done(); it.next()) {
+    const int64_t token = tokens(it.child());
+    if (token < 0 || token >= vocab) continue;
+    const uint64_t q = row.draft(token);
+    if (q == 0) continue;
+    const uint32_t coin = coin_bits(seed, position, kAccept, it.ordinal());
+    if (accepts(coin, row.weight(token), row.weight_total(), q, row.draft_total()))
+      return {it.child(), 0};
+    row.reject(token, make_ratio(row.weight_total(), row.draft_total()));
+    if (++num_rejected == kMaxRejections) return {-1, 0};
+  }
+  return {-1, it.status()};
+}
+
+// ---- Typical acceptance: lossy.
+
+// The weight that a draft must exceed, of weights that sum to `total`: min(epsilon, delta e^-H) of
+// it. `relative_entropy` is e^-(sum of weight * -log(weight / 2^kWeightBits) / total), and
+// e^-H = relative_entropy * 2^kWeightBits / total.
+SK_HOST_DEVICE inline double typical_limit(uint64_t total, float relative_entropy, double epsilon,
+                                           double delta) {
+  const double by_epsilon = epsilon * static_cast<double>(total);
+  const double by_delta =
+      delta * static_cast<double>(uint64_t{1} << kWeightBits) * relative_entropy;
+  return by_epsilon < by_delta ? by_epsilon : by_delta;
+}
+
+// The child of greatest weight above the limit; of equal ones the first in list order.
+template <class Tokens, class FirstChild, class NextSibling, class WeightAt>
+SK_HOST_DEVICE inline ChildSearch accept_typical(int64_t node, int64_t num_nodes, int64_t vocab,
+                                                 double limit, const Tokens& tokens,
+                                                 const FirstChild& first_child,
+                                                 const NextSibling& next_sibling,
+                                                 const WeightAt& weight) {
+  int64_t found = -1;
+  uint64_t best = 0;
+  Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
+  for (; !it.done(); it.next()) {
+    const int64_t token = tokens(it.child());
+    if (token < 0 || token >= vocab) continue;
+    const uint64_t own = weight(token);
+    if (own > best && static_cast<double>(own) > limit) {
+      best = own;
+      found = it.child();
+    }
+  }
+  return {found, it.status()};
 }
 
 // ---- CPU row kernels. A row is cut into blocks, so that selection can skip whole blocks by their
@@ -116,6 +304,16 @@ struct Row {
   Float dtype;
 };
 
+// One row of draft_probs, and what was rejected of the siblings drawn from it.
+struct DraftRow {
+  const void* probs;
+  int64_t vocab;
+  Float dtype;
+  int num_rejected;
+  int64_t token[kMaxRejections];
+  Ratio ratio[kMaxRejections];
+};
+
 struct Best {
   float value;  // -inf: nothing to choose
   int64_t id;
@@ -128,7 +326,8 @@ struct Candidate {
 };
 
 // The values of a row, padded with -inf to whole blocks, and what turns them into weights. Kept are
-// values above cut.value, those equal to it up to cut.id, and of these the weights >= min_p.
+// values above cut.value, those equal to it up to cut.id, and of these the weights >= min_p; where
+// drafts were rejected, what the rejections leave of them.
 struct Weights {
   const float* values;
   const float* block_max;
@@ -136,6 +335,7 @@ struct Weights {
   float inverse_temperature;
   float min_p;
   Best cut;
+  const DraftRow* rejected;  // null: none was
 };
 
 SK_DECLARE_KERNEL(Best row_argmax(const Row& row, int64_t begin, int64_t end))
@@ -148,6 +348,13 @@ SK_DECLARE_KERNEL(void weight_histogram(const Weights& w, int64_t first_block, i
                                         uint64_t* mass))
 // Appends the block's values of one bin; at most kBlock.
 SK_DECLARE_KERNEL(int64_t gather_bin(const Weights& w, int64_t block, int32_t bin, Candidate* out))
+// Sum of -log(relative probability) times weight, in the unit of weights.
+SK_DECLARE_KERNEL(uint64_t surprise(const Weights& w, int64_t first_block, int64_t last_block))
+SK_DECLARE_KERNEL(float exp_of(float x))  // by the bits of the weights; -30 <= x <= 0
+SK_DECLARE_KERNEL(uint64_t weight_of(const Weights& w, int64_t id))
+// Sum of the weights of q in [begin, end), multiples of 16 but for the row's end; unsound entries
+// count as 0 and clear *sound.
+SK_DECLARE_KERNEL(uint64_t draft_sum(const DraftRow& row, int64_t begin, int64_t end, bool* sound))
 SK_DECLARE_KERNEL(int64_t find_in_block(const Weights& w, int64_t block, uint64_t below))
 SK_DECLARE_KERNEL(void candidate_weights(const Weights& w, Candidate* candidates,
                                          int64_t num_candidates))

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -55,6 +56,7 @@ struct Scratch {
   std::vector<float> values, block_max, sorted_max;
   std::vector<uint64_t> sums, histograms;
   std::vector<Candidate> candidates;
+  DraftRow drafts;
 };
 
 bool better(const Candidate& x, const Candidate& y) {
@@ -80,16 +82,17 @@ int64_t choose_greedy(const Row& row) {
   return best.value == kLowest ? -1 : best.id;
 }
 
-// One sampled choice over values that stand in `scratch`.
+// The target's distribution at one node, over values that stand in `scratch`, and q beside it: the
+// `row` of accept_by_draft.
 class Sampler {
  public:
   Sampler(const Row& row, Scratch& scratch)
       : row_(row), s_(scratch), num_blocks_((row.vocab + kBlock - 1) / kBlock) {}
 
-  // The token, or -1 when there is none to choose.
-  int64_t choose(const Parameters& p, uint64_t position) {
+  // False when there is no token to choose.
+  bool weigh(const Parameters& p) {
     prepare();
-    if (w_.greatest == kLowest) return -1;
+    if (w_.greatest == kLowest) return false;
     w_.inverse_temperature = std::min(std::max(1.0f / p.temperature, FLT_MIN), FLT_MAX);
     const bool top_k = p.top_k > 0 && p.top_k < row_.vocab;
     if (top_k) cut_top_k(p.top_k);
@@ -101,12 +104,80 @@ class Sampler {
       }
     }
     w_.min_p = p.min_p;
-    const uint64_t total = sum_weights();
-    uint64_t below = coin_times(coin_bits(p.seed, position, kSample), total);
+    total_ = sum_weights();
+    return true;
+  }
+
+  int64_t draw(uint32_t coin) const {
+    uint64_t below = coin_times(coin, total_);
     int64_t block = 0;
     for (; below >= s_.sums[static_cast<size_t>(block)]; ++block)
       below -= s_.sums[static_cast<size_t>(block)];
     return SK_KERNEL(find_in_block)(w_, block, below);
+  }
+
+  // False when q has an unsound entry.
+  bool weigh_drafts(const void* probs, Float dtype) {
+    DraftRow& q = s_.drafts;
+    q.probs = probs;
+    q.vocab = row_.vocab;
+    q.dtype = dtype;
+    q.num_rejected = 0;
+    const auto kernel = SK_KERNEL(draft_sum);
+    uint64_t sums[kMaxVocab / kChunk] = {};
+    bool sound[kMaxVocab / kChunk];
+    for_chunks(q.vocab, kChunk, [&](int64_t c, int64_t begin, int64_t end) {
+      sums[c] = kernel(q, begin, end, &sound[c]);
+    });
+    bool all_sound = true;
+    draft_total_ = 0;
+    for (int64_t c = 0; c * kChunk < q.vocab; ++c) {
+      draft_total_ += sums[c];
+      all_sound &= sound[c];
+    }
+    return all_sound;
+  }
+
+  uint64_t weight(int64_t id) const { return SK_KERNEL(weight_of)(w_, id); }
+  uint64_t weight_total() const { return total_; }
+
+  uint64_t draft(int64_t id) const {
+    const DraftRow& q = s_.drafts;
+    for (int r = 0; r < q.num_rejected; ++r) {
+      if (q.token[r] == id) return 0;
+    }
+    float probability;
+    if (q.dtype == Float::kBf16) {
+      const uint32_t bits = uint32_t{static_cast<const uint16_t*>(q.probs)[id]} << 16;
+      std::memcpy(&probability, &bits, sizeof(bits));
+    } else {
+      probability = static_cast<const float*>(q.probs)[id];
+    }
+    return is_sound_draft(probability) ? draft_weight(probability) : 0;
+  }
+  uint64_t draft_total() const { return draft_total_; }
+
+  void reject(int64_t id, Ratio ratio) {
+    DraftRow& q = s_.drafts;
+    draft_total_ -= draft(id);
+    q.token[q.num_rejected] = id;
+    q.ratio[q.num_rejected++] = ratio;
+    w_.rejected = &q;
+    total_ = sum_weights();
+  }
+
+  bool any_rejected() const { return w_.rejected != nullptr; }
+
+  // What a draft's weight must exceed for typical acceptance.
+  double limit(double epsilon, double delta) const {
+    const auto kernel = SK_KERNEL(surprise);
+    uint64_t sums[kMaxVocab / kChunk] = {};
+    for_chunks(num_blocks_, kBlocksPerChunk,
+               [&](int64_t c, int64_t begin, int64_t end) { sums[c] = kernel(w_, begin, end); });
+    uint64_t sum = 0;
+    for (const uint64_t part : sums) sum += part;
+    const float mean = static_cast<float>(static_cast<double>(sum) / static_cast<double>(total_));
+    return typical_limit(total_, SK_KERNEL(exp_of)(-mean), epsilon, delta);
   }
 
  private:
@@ -124,6 +195,7 @@ class Sampler {
     w_.block_max = block_max;
     w_.greatest = *std::max_element(s_.block_max.begin(), s_.block_max.end());
     w_.cut = {kLowest, row_.vocab};
+    w_.rejected = nullptr;
   }
 
   uint64_t sum_weights() {
@@ -249,6 +321,7 @@ class Sampler {
   Scratch& s_;
   int64_t num_blocks_;
   Weights w_{};
+  uint64_t total_ = 0, draft_total_ = 0;
 };
 
 void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling,
@@ -256,6 +329,7 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
                  std::optional<Tensor> top_k, std::optional<Tensor> top_p,
                  std::optional<Tensor> min_p, std::optional<Tensor> seeds,
                  std::optional<Tensor> logit_bias, std::optional<Tensor> allowed,
+                 std::optional<Tensor> draft_probs, double typical_epsilon, double typical_delta,
                  Tensor accept_index, Tensor num_accepted, Tensor out_tokens, Tensor status) {
   check_cpu(kOp, "logits", logits);
   check_float(kOp, "logits", logits);
@@ -302,6 +376,20 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
     check_typed("allowed", *allowed, ScalarType::Int, {batch, num_nodes, (vocab + 31) / 32});
     check_last_dim(kOp, "allowed", *allowed);
   }
+  if (draft_probs) {
+    check_cpu(kOp, "draft_probs", *draft_probs);
+    check_float(kOp, "draft_probs", *draft_probs);
+    check_shape(kOp, "draft_probs", *draft_probs, {batch, num_nodes, vocab});
+    check_last_dim(kOp, "draft_probs", *draft_probs);
+  }
+  const bool typical = typical_epsilon != 0.0 || typical_delta != 0.0;
+  if (typical) {
+    SK_CHECK(typical_epsilon > 0.0 && typical_epsilon <= 1.0, kOp, "typical_epsilon",
+             "a number in (0, 1]", typical_epsilon);
+    SK_CHECK(typical_delta > 0.0 && typical_delta <= DBL_MAX, kOp, "typical_delta",
+             "a finite number > 0", typical_delta);
+    SK_CHECK(!draft_probs, kOp, "draft_probs", "none beside typical acceptance", "a tensor");
+  }
   check_ints("accept_index", accept_index, {batch, -1});
   const int64_t num_columns = accept_index.size(1);
   SK_CHECK(num_columns >= 1, kOp, "accept_index", "at least one column",
@@ -326,7 +414,8 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
                        {"min_p", given(min_p)},
                        {"seeds", given(seeds)},
                        {"logit_bias", given(logit_bias)},
-                       {"allowed", given(allowed)}});
+                       {"allowed", given(allowed)},
+                       {"draft_probs", given(draft_probs)}});
 
   const IntMatrix lengths(context_lens);
   const auto float_at = [](const std::optional<Tensor>& t, int64_t b, float otherwise) {
@@ -368,9 +457,17 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
     row.dtype = dtype;
     return row;
   };
+  const auto draft_row_at = [&](int64_t b, int64_t node) -> const void* {
+    return static_cast<const char*>(draft_probs->data_ptr()) +
+           (b * draft_probs->stride(0) + node * draft_probs->stride(1)) *
+               float_size(float_kind(draft_probs->scalar_type()));
+  };
   const auto walk = [&](int64_t b) {
     thread_local Scratch scratch;
     const Parameters& p = parameters[static_cast<size_t>(b)];
+    const auto tokens_at = [&](int64_t i) { return token_of(b, i); };
+    const auto child_at = [&](int64_t i) { return child_of(b, i); };
+    const auto sibling_at = [&](int64_t i) { return sibling_of(b, i); };
     int32_t bits = 0;
     int64_t node = 0;
     int64_t depth = 0;
@@ -379,14 +476,42 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
       const Row row = row_at(b, node);
       const uint64_t position =
           static_cast<uint64_t>(lengths(b)) + static_cast<uint64_t>(depth) + 1;
-      const int64_t token =
-          p.temperature == 0.0f ? choose_greedy(row) : Sampler(row, scratch).choose(p, position);
+      const bool room = depth + 1 < num_columns;
+      ChildSearch found = {-1, 0};
+      int64_t token = -1;
+      const auto follow = [&](int64_t chosen) {
+        token = chosen;
+        if (room && token >= 0)
+          found = find_child(node, token, num_nodes, tokens_at, child_at, sibling_at);
+      };
+      Sampler sampler(row, scratch);
+      if (p.temperature == 0.0f) {
+        follow(choose_greedy(row));
+      } else if (sampler.weigh(p)) {
+        const bool has_child = room && !Children(node, num_nodes, child_at, sibling_at).done();
+        if (has_child && draft_probs) {
+          const Float kind = float_kind(draft_probs->scalar_type());
+          if (!sampler.weigh_drafts(draft_row_at(b, node), kind)) bits |= kBadDraft;
+          found = accept_by_draft(node, num_nodes, vocab, p.seed, position, tokens_at, child_at,
+                                  sibling_at, sampler);
+        } else if (has_child && typical) {
+          found = accept_typical(node, num_nodes, vocab,
+                                 sampler.limit(typical_epsilon, typical_delta), tokens_at, child_at,
+                                 sibling_at, [&](int64_t id) { return sampler.weight(id); });
+        } else {
+          follow(sampler.draw(coin_bits(p.seed, position, kSample)));
+        }
+        if (found.child >= 0) {
+          token = token_of(b, found.child);
+        } else if (token < 0) {
+          // As long as nothing was rejected the distribution is the target's own, and so is the
+          // choice.
+          const Purpose purpose = sampler.any_rejected() ? kResidual : kSample;
+          token = sampler.draw(coin_bits(p.seed, position, purpose));
+        }
+      }
       emitted.set(b, depth, std::max<int64_t>(token, 0));
       if (token < 0) bits |= kNoToken;
-      if (token < 0 || depth + 1 == num_columns) break;
-      const ChildSearch found = find_child(
-          node, token, num_nodes, [&](int64_t i) { return token_of(b, i); },
-          [&](int64_t i) { return child_of(b, i); }, [&](int64_t i) { return sibling_of(b, i); });
       bits |= found.status;
       if (found.child < 0) break;
       node = found.child;

@@ -76,13 +76,83 @@ SK_INLINE I32x16 log_bin(F32x16 x) {
   return __builtin_convertvector(x * -static_cast<float>(kBinsPerNat), I32x16);
 }
 
-SK_INLINE Fixed kept_weight(const Weights& w, int64_t i) {
+// Relative probabilities, 0 where cut off.
+SK_INLINE F32x16 kept(const Weights& w, int64_t i) {
   const F32x16 v = load(w.values + i);
   const F32x16 x = exp_weight(log_weight(w, v));
   const I32x16 after_cut = (static_cast<int32_t>(w.cut.id - i) - lanes()) >> 31;
   const I32x16 tie = equal(v, splat(w.cut.value)) & ~after_cut;
-  const I32x16 kept = (greater(v, splat(w.cut.value)) | tie) & greater_equal(x, splat(w.min_p));
-  return to_fixed((F32x16)((I32x16)x & kept));
+  const I32x16 stays = (greater(v, splat(w.cut.value)) | tie) & greater_equal(x, splat(w.min_p));
+  return (F32x16)((I32x16)x & stays);
+}
+
+SK_INLINE Fixed kept_weight(const Weights& w, int64_t i) { return to_fixed(kept(w, i)); }
+
+// Sixteen entries of q from id i on; lanes past the row are 0.
+template <class T>
+SK_INLINE F32x16 draft_probs(const DraftRow& row, int64_t i) {
+  const T* probs = static_cast<const T*>(row.probs) + i;
+  const int64_t rest = row.vocab - i;
+  return rest >= kLanes ? load(probs) : load_partial(probs, rest);
+}
+
+SK_INLINE I32x16 is_sound_draft(F32x16 q) {
+  return greater_equal(q, splat(0.0f)) & greater(splat(2.0f), q);
+}
+
+SK_INLINE F32x16 sound_draft(F32x16 q) {
+  return (F32x16)((I32x16)min(q, splat(1.0f)) & is_sound_draft(q));
+}
+
+typedef uint64_t U64x8 __attribute__((vector_size(64)));
+typedef int64_t I64x8 __attribute__((vector_size(64)));
+typedef uint32_t U32x8 __attribute__((vector_size(32)));
+
+struct Halves {
+  U64x8 half[2];
+};
+
+SK_INLINE Halves widen(U32x16 v) {
+  U32x8 part[2];
+  std::memcpy(part, &v, sizeof(v));
+  return {{__builtin_convertvector(part[0], U64x8), __builtin_convertvector(part[1], U64x8)}};
+}
+
+// What the rejections leave of the weights from id i < vocab on.
+template <class T>
+SK_INLINE void residual_weights(const Weights& w, int64_t i, uint64_t* out) {
+  const DraftRow& row = *w.rejected;
+  const Fixed p = kept_weight(w, i), q = to_fixed(sound_draft(draft_probs<T>(row, i)));
+  const Halves p_high = widen(p.high), p_low = widen(p.low);
+  const Halves q_high = widen(q.high), q_low = widen(q.low);
+  for (int h = 0; h < 2; ++h) {
+    U64x8 left = (p_high.half[h] << 16) + p_low.half[h];
+    for (int r = 0; r < row.num_rejected; ++r) {
+      const uint64_t mantissa = row.ratio[r].mantissa;
+      const int shift = row.ratio[r].shift - 16;  // as in scaled()
+      const U64x8 product = q_high.half[h] * mantissa + ((q_low.half[h] * mantissa) >> 16);
+      const U64x8 amount = shift < 0 ? product << -shift : shift < 64 ? product >> shift : U64x8{};
+      const U64x8 rest = left - amount;
+      left = rest & ~(U64x8)((I64x8)rest >> 63);
+    }
+    std::memcpy(out + 8 * h, &left, sizeof(left));
+  }
+  for (int r = 0; r < row.num_rejected; ++r) {
+    const int64_t lane = row.token[r] - i;
+    if (lane >= 0 && lane < kLanes) out[lane] = 0;
+  }
+}
+
+// Sixteen weights as they stand.
+SK_INLINE void current_weights(const Weights& w, int64_t i, uint64_t* out) {
+  if (!w.rejected || i >= w.rejected->vocab) {
+    const Fixed q = kept_weight(w, i);
+    for (int j = 0; j < kLanes; ++j) out[j] = fixed_lane(q, j);
+  } else if (w.rejected->dtype == Float::kBf16) {
+    residual_weights<bf16>(w, i, out);
+  } else {
+    residual_weights<float>(w, i, out);
+  }
 }
 
 SK_INLINE uint32_t sum(U32x16 v) {
@@ -164,6 +234,38 @@ void values(const Row& row, int64_t first_block, int64_t last_block, float* out,
   }
 }
 
+uint64_t residual_sum(const Weights& w, int64_t begin) {
+  uint64_t total = 0;
+  for (int64_t i = begin; i < begin + kBlock; i += kLanes) {
+    uint64_t weight[kLanes];
+    current_weights(w, i, weight);
+    for (int j = 0; j < kLanes; ++j) total += weight[j];
+  }
+  return total;
+}
+
+template <class T>
+uint64_t sum_drafts(const DraftRow& row, int64_t begin, int64_t end, bool* sound) {
+  uint64_t total = 0;
+  I32x16 all_sound = I32x16{} - 1;
+  for (int64_t i = begin; i < end;) {
+    // Lanes of `high` may reach 2^24 each: 8 vectors, and then 16 lanes, stay within 32 bits.
+    const int64_t stop = end - i < kBlock ? end : i + kBlock;
+    U32x16 high = {};
+    U32x16 low = {};
+    for (; i < stop; i += kLanes) {
+      const F32x16 q = draft_probs<T>(row, i);
+      all_sound &= is_sound_draft(q);
+      const Fixed weight = to_fixed(sound_draft(q));
+      high += weight.high;
+      low += weight.low;
+    }
+    total += (uint64_t{sum(high)} << 16) + sum(low);
+  }
+  *sound = lane_bits(all_sound) == 0xFFFF;
+  return total;
+}
+
 // Calls f with the element type of the row and whether bias or mask apply.
 #define SK_ROW_DISPATCH(row, function, ...)                                 \
   ((row).dtype == Float::kBf16                                              \
@@ -185,6 +287,10 @@ void row_values(const Row& row, int64_t first_block, int64_t last_block, float* 
 
 void block_weights(const Weights& w, int64_t first_block, int64_t last_block, uint64_t* sums) {
   for (int64_t block = first_block; block < last_block; ++block) {
+    if (w.rejected) {
+      sums[block] = w.block_max[block] >= w.cut.value ? residual_sum(w, block * kBlock) : 0;
+      continue;
+    }
     U32x16 high = {};
     U32x16 low = {};
     if (w.block_max[block] >= w.cut.value) {
@@ -235,13 +341,47 @@ int64_t gather_bin(const Weights& w, int64_t block, int32_t bin, Candidate* out)
 int64_t find_in_block(const Weights& w, int64_t block, uint64_t below) {
   uint64_t cumulative = 0;
   for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
-    const Fixed q = kept_weight(w, i);
+    uint64_t weight[kLanes];
+    current_weights(w, i, weight);
     for (int j = 0; j < kLanes; ++j) {
-      cumulative += fixed_lane(q, j);
+      cumulative += weight[j];
       if (cumulative > below) return i + j;
     }
   }
   return -1;  // not reached: the caller picked the block whose sum exceeds `below`
+}
+
+uint64_t surprise(const Weights& w, int64_t first_block, int64_t last_block) {
+  uint64_t total = 0;
+  for (int64_t block = first_block; block < last_block; ++block) {
+    if (w.block_max[block] < w.cut.value) continue;
+    U32x16 high = {};
+    U32x16 low = {};
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
+      const F32x16 x = log_weight(w, load(w.values + i));
+      const F32x16 relative = kept(w, i);
+      const Fixed weight = to_fixed(relative);
+      const I32x16 any = (I32x16)(weight.high | weight.low);
+      const Fixed q = to_fixed(relative * (splat(0.0f) - x));
+      high += q.high & (U32x16)((any | -any) >> 31);
+      low += q.low & (U32x16)((any | -any) >> 31);
+    }
+    total += (uint64_t{sum(high)} << 16) + sum(low);
+  }
+  return total;
+}
+
+float exp_of(float x) { return exp_weight(splat(x))[0]; }
+
+uint64_t weight_of(const Weights& w, int64_t id) {
+  uint64_t weight[kLanes];
+  current_weights(w, id / kLanes * kLanes, weight);
+  return weight[id % kLanes];
+}
+
+uint64_t draft_sum(const DraftRow& row, int64_t begin, int64_t end, bool* sound) {
+  return row.dtype == Float::kBf16 ? sum_drafts<bf16>(row, begin, end, sound)
+                                   : sum_drafts<float>(row, begin, end, sound);
 }
 
 void candidate_weights(const Weights& w, Candidate* candidates, int64_t num_candidates) {

@@ -578,6 +578,31 @@ def test_strided_arguments(backend, dtype):
     assert_equal(got, expected)
 
 
+def random_drafts(rng, generator, logits, tokens):
+    """q near the target's distribution or far from it, of any scale, with zeros or unsound."""
+    shape = logits.shape
+    warmth = rng.choice([0.3, 1.0, 3.0])
+    noise = torch.randn(shape, generator=generator) * rng.choice([0.0, 0.5, 5.0])
+    q = (logits.float().nan_to_num(0.0, 50.0, -50.0) / warmth + noise).softmax(-1)
+    if rng.random() < 0.3:
+        q *= rng.choice([1e-8, 1e-3, 1.9])
+    if rng.random() < 0.3:
+        q[torch.rand(shape, generator=generator) < 0.3] = 0.0
+    if rng.random() < 0.2:
+        for value in (math.nan, -1.0, math.inf, 2.0):
+            q[torch.rand(shape, generator=generator) < 0.02] = value
+    if rng.random() < 0.3:  # ids that no row has
+        away = torch.rand(tokens.shape, generator=generator) < 0.1
+        tokens[away] = rng.choice([-1, shape[-1], 2**40, -(2**62)])
+    if rng.random() < 0.6:  # likely drafts, so that the walk goes on
+        tokens[:] = torch.where(tokens >= 0, q.nan_to_num(0.0).argmax(-1), tokens)
+    if rng.random() < 0.5:
+        q = q.bfloat16()
+    if rng.random() < 0.3:
+        q = torch.cat((q, torch.full_like(q, math.nan)), -1)[..., : shape[-1]]
+    return q
+
+
 def random_case(rng):
     """Anything at all: sizes around blocks and vectors, NaN, infinities, ties, every parameter."""
     seed = rng.randrange(2**31)
@@ -616,6 +641,11 @@ def random_case(rng):
         words = torch.randint(-(2**31), 2**31, shape, generator=generator)
         arguments["allowed"] = words.to(torch.int32)
     tokens = torch.randint(0, vocab, (batch, num_nodes), generator=generator)
+    rule = rng.choice(["target-only", "draft", "draft", "typical"])
+    if rule == "typical":
+        arguments["typical"] = rng.choice([0.01, 0.09, 0.5, 1.0]), rng.choice([0.1, 0.3, 2.0])
+    elif rule == "draft":
+        arguments["draft_probs"] = random_drafts(rng, generator, logits, tokens)
     parents = [-1] + [rng.randrange(i) for i in range(1, num_nodes)]
     arguments.update(links_of(link_tree(tokens, torch.tensor(parents))))
     for name in ("first_child", "next_sibling"):
@@ -736,7 +766,8 @@ def test_bad_outputs(backend, field):
 def raw_arguments(out):
     logits = one_hot(GOLDEN_CHOICES, 19)
     sampling = per_request(2, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seeds=3)
-    return (logits, *GOLDEN.values(), *sampling.values(), None, None, *fields(out))
+    q = torch.full((2, 6, 19), 1 / 19)
+    return (logits, *GOLDEN.values(), *sampling.values(), None, None, q, 0.0, 0.0, *fields(out))
 
 
 def test_raw_op_refuses_what_the_api_would(backend):
@@ -746,7 +777,7 @@ def test_raw_op_refuses_what_the_api_would(backend):
     op = torch.ops.spec_kernels.tree_verify.default
     op(*arguments)
     for i, argument in enumerate(arguments):
-        if argument is None:
+        if not isinstance(argument, torch.Tensor):
             continue
         with pytest.raises(RuntimeError, match="spec_kernels::tree_verify: .*expected .*, got"):
             op(*arguments[:i], argument[:1], *arguments[i + 1 :])

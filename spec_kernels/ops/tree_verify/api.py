@@ -1,7 +1,8 @@
-"""The walk down a draft tree along the target's own choices."""
+"""The walk down a draft tree along the target's choices."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,17 +70,46 @@ def tree_verify(
     seeds: torch.Tensor | None = None,
     logit_bias: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+    typical: tuple[float, float] | None = None,
     out: Verified | None = None,
     backend: str | None = None,
 ) -> Verified:
-    """Walks from the root: while a child carries the target's token it is accepted; else that token
-    is the bonus.
+    """Walks from the root, accepting drafts while the target agrees, then emits a bonus token.
 
-    The target's token at a node is a function of its logits, the request's parameters and seed, and
-    the absolute position of the token, ``context_len + depth + 1`` (the root stands at
-    ``context_len``). So plain decoding, any tree, any batch order and any backend choose the same
-    token, the emitted text is distributed as the target's (to the coin's resolution, 2^-24), and a
-    larger tree never accepts less.
+    Requests of temperature 0 are greedy. The others follow one of three forms:
+
+    ============  ==========================  =================================================
+    form          how the drafts were chosen  what is exact
+    ============  ==========================  =================================================
+    target-only   anyhow, without looking at  the text is, token for token, that of plain
+    (default)     the coins; say the top k    decoding, so distributed as the target's
+    draft_probs   the children of a node one  the text is distributed as the target's; drafts
+                  after the other from q,     drawn anew give another text for the same seed
+                  without replacement
+    typical       anyhow                      nothing: lossy, by the rule of Medusa
+    ============  ==========================  =================================================
+
+    Target-only: while a child carries the token that the target itself chooses, it is accepted;
+    else that token is the bonus. The choice at a node is a function of its logits, the request's
+    parameters and seed, and the absolute position of the token, ``context_len + depth + 1`` (the
+    root stands at ``context_len``). So plain decoding, any tree, any batch order and any backend
+    choose the same token, and a larger tree never accepts less. Point-mass drafts are accepted with
+    probability p(draft).
+
+    draft_probs: recursive rejection (arXiv 2402.14160; with one child it is the rule for chains of
+    arXiv 2211.17192). Children are tried in list order; child x is accepted with probability
+    min(1, p(x) / q(x)), and where it is rejected p <- norm(max(p - q, 0)) and q <- norm(q without
+    x). If none is accepted the bonus is drawn from the p that is left: from the whole p, and then
+    with the coin of plain decoding, if nothing was rejected. A child of q = 0, or equal to a
+    sibling before it, is passed over; after 64 rejections at a node no more children are tried.
+    Both leave the distribution exact. q need not sum to 1. Rows of q are read only at visited nodes
+    that have children.
+
+    typical (Medusa, arXiv 2401.10774): a child is accepted if
+    p(x) > min(epsilon, delta exp(-H(p))), of several the likeliest (the paper takes the longest
+    path of all; here only rows on one path are read); the bonus is the target's own choice. The
+    paper uses delta = sqrt(epsilon).
 
     The choice. Values are logits + bias in fp32; NaN, and ids that are not allowed, count as -inf.
     Temperature 0: the greatest, ties to the lower id. Otherwise weights exp((value - greatest) /
@@ -87,8 +117,12 @@ def tree_verify(
     sums are exact in any order; then top-k (ties to the lower id), top-p on what is left (the
     smallest best-first set whose mass reaches top_p), min-p (at least min_p times the greatest
     probability). The token is the first id whose cumulative probability exceeds the coin, 24 bits
-    of Philox4x32-10 with the seed as key and (position, purpose) as counter. A token of probability
-    zero is never chosen.
+    of Philox4x32-10 with the seed as key and (position, purpose, ordinal) as counter. A token of
+    probability zero is never chosen or accepted.
+
+    What the coins' resolution costs: the probability of a token, or of accepting a draft (rounded
+    up), is right to 2^-24 at each coin. Truncated weights add less than 2^-40 V to the total
+    variation of a token, and each rejection as much again and 2^-30.
 
     Links are data too: an entry outside the tree, a child that does not come after its parent, or a
     list that runs in a circle ends the search there, with a bit in ``status``. Siblings should
@@ -108,6 +142,10 @@ def tree_verify(
         logit_bias: ``[B, V]`` or ``[V]`` float32.
         allowed: ``[B, N, ceil(V / 32)]`` int32 bitmask by node, least significant bit first; bits
             past V are not read.
+        draft_probs: ``[B, N, V]`` float32 or bfloat16, row i = q of the children of node i, each
+            entry in [0, 1] (what rounding put above 1 counts as 1). Rows may be strided. An entry
+            outside [0, 2) counts as 0 and sets a bit in ``status``.
+        typical: (epsilon, delta), epsilon in (0, 1], delta > 0; not together with ``draft_probs``.
         out: storage to write into; every element is overwritten. Integer tensors of either width.
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
@@ -148,6 +186,10 @@ def tree_verify(
         words = (batch, num_nodes, (vocab + 31) // 32)
         check_tensor(_OP, "allowed", allowed, words, _INT32, device)
         check_last_dim(_OP, "allowed", allowed)
+    if draft_probs is not None:
+        check_tensor(_OP, "draft_probs", draft_probs, (batch, num_nodes, vocab), FLOATS, device)
+        check_last_dim(_OP, "draft_probs", draft_probs)
+    epsilon, delta = _check_typical(typical, draft_probs)
     if out is None:
         out = Verified.allocate(
             batch, num_nodes - 1 if max_accepted is None else max_accepted, device
@@ -173,6 +215,9 @@ def tree_verify(
         seeds,
         logit_bias,
         allowed,
+        draft_probs,
+        epsilon,
+        delta,
         out.accept_index,
         out.num_accepted,
         out.tokens,
@@ -180,3 +225,17 @@ def tree_verify(
     )
     run(_OP, backend, device, args, tree_verify_reference)
     return out
+
+
+def _check_typical(typical, draft_probs) -> tuple[float, float]:
+    """(epsilon, delta) as the op takes them; zeros stand for off."""
+    if typical is None:
+        return 0.0, 0.0
+    epsilon, delta = typical
+    if not 0.0 < epsilon <= 1.0:
+        fail(_OP, "typical_epsilon", "a number in (0, 1]", epsilon)
+    if not 0.0 < delta < math.inf:
+        fail(_OP, "typical_delta", "a finite number > 0", delta)
+    if draft_probs is not None:
+        fail(_OP, "draft_probs", "none beside typical acceptance", "a tensor")
+    return float(epsilon), float(delta)
