@@ -23,11 +23,14 @@ SCHEMAS = {
     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) pool_index, "
     "Tensor(h!) status) -> ()",
     "tree_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
-    "Tensor context_lens, Tensor ancestors, float scale, float logit_cap, int window, "
+    "Tensor context_lens, Tensor ancestors, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, "
+    "float scale, float logit_cap, int window, int shard_index, int num_shards, int shard_run, "
     "Tensor(a!) out, Tensor(b!) lse) -> ()",
     "tree_attention_mla": "(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_tables, "
-    "Tensor context_lens, Tensor ancestors, float scale, float logit_cap, int window, "
+    "Tensor context_lens, Tensor ancestors, Tensor? cache_scale, Tensor? sinks, "
+    "float scale, float logit_cap, int window, int shard_index, int num_shards, int shard_run, "
     "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "merge_states": "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()",
     "tree_verify": "(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling, "
     "Tensor context_lens, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
     "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor? draft_probs, "

@@ -151,10 +151,8 @@ def _attention(c: Case, mla: bool):
         c.ints(0, pages, batch, table),
         c.ints(0, max(1, room - 32), batch),
         c.place(ancestors.to(torch.int32)),
-        0.25,
-        c.random.choice((0.0, 5.0)),
-        c.size(0, 0, 1, 7),
     ]
+    factors = [0.25, c.random.choice((0.0, 5.0)), c.size(0, 0, 1, 7), 0, 1, 1]
     if mla:
         rope = c.size(0, 1, 8)
         return [
@@ -162,6 +160,9 @@ def _attention(c: Case, mla: bool):
             c.floats(batch, rows, heads, rope, dtype=dtype),
             c.floats(pages, page, k_dim + rope, dtype=dtype),
             *tail,
+            None,
+            None,
+            *factors,
             c.out(batch, rows, heads, k_dim, dtype=dtype),
             c.out(batch, rows, heads, dtype=torch.float32),
         ]
@@ -170,6 +171,10 @@ def _attention(c: Case, mla: bool):
         c.floats(pages, page, kv_heads, k_dim, dtype=dtype),
         c.floats(pages, page, kv_heads, v_dim, dtype=dtype),
         *tail,
+        None,
+        None,
+        None,
+        *factors,
         c.out(batch, rows, heads, v_dim, dtype=dtype),
         c.out(batch, rows, heads, dtype=torch.float32),
     ]
@@ -181,6 +186,20 @@ def tree_attention(c: Case):
 
 def tree_attention_mla(c: Case):
     return _attention(c, mla=True)
+
+
+def merge_states(c: Case):
+    parts, dim = c.size(0, 1, 2, 9), c.size(0, 1, 16, 33)
+    shape = (c.size(0, 1, 2), c.size(0, 1, 3), c.size(1, 2))
+    dtype = c.random.choice((torch.float32, torch.bfloat16, torch.float16))
+    lses = torch.randn(parts, *shape, generator=c.torch)
+    lses[torch.rand(lses.shape, generator=c.torch) < 0.2] = -float("inf")
+    return [
+        c.floats(parts, *shape, dim, dtype=dtype),
+        c.place(lses),
+        c.out(*shape, dim, dtype=dtype),
+        c.out(*shape, dtype=torch.float32),
+    ]
 
 
 def tree_verify(c: Case):
@@ -455,7 +474,7 @@ def call(function, args) -> str | None:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
-    if a.dtype == torch.bfloat16:
+    if a.dtype in (torch.bfloat16, torch.float16):
         return torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
 
@@ -489,7 +508,13 @@ def run_case(op: str, seed: int) -> tuple[str, str | None]:
     expected = call(_library.REFERENCES[op], reference_args)
     if expected is not None:
         return what, f"the reference raises {expected!r}, the kernel does not"
-    floats = ("hidden_capture", "moe_experts", "tree_attention", "tree_attention_mla")
+    floats = (
+        "hidden_capture",
+        "merge_states",
+        "moe_experts",
+        "tree_attention",
+        "tree_attention_mla",
+    )
     if op in floats and any("e+38" in how or "inf" in how for how in hows):
         return what, None  # when a sum overflows depends on its order
     for i in outs:

@@ -69,6 +69,7 @@ def test_stems_are_those_of_the_design():
     assert STEMS == [
         "compact",
         "hidden_capture",
+        "merge_states",
         "moe_experts",
         "pcie_allreduce",
         "tree_attention",

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "common/check.h"
@@ -400,10 +401,21 @@ void check_query(const char* op, const char* name, const Tensor& t) {
   check_last_dim(op, name, t);
 }
 
+void check_plain(const char* op, const std::optional<Tensor>& k_scale,
+                 const std::optional<Tensor>& v_scale, const std::optional<Tensor>& sinks,
+                 int64_t num_shards) {
+  SK_CHECK(!k_scale && !v_scale, op, "k_scale", "None in the CPU kernel", "a tensor");
+  SK_CHECK(!sinks, op, "sinks", "None in the CPU kernel", "a tensor");
+  SK_CHECK(num_shards == 1, op, "num_shards", "1 in the CPU kernel", num_shards);
+}
+
 void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables,
-                    Tensor context_lens, Tensor ancestors, double scale, double logit_cap,
-                    int64_t window, Tensor out, Tensor lse) {
+                    Tensor context_lens, Tensor ancestors, std::optional<Tensor> k_scale,
+                    std::optional<Tensor> v_scale, std::optional<Tensor> sinks, double scale,
+                    double logit_cap, int64_t window, int64_t shard_index, int64_t num_shards,
+                    int64_t shard_run, Tensor out, Tensor lse) {
   constexpr char kOp[] = "tree_attention";
+  check_plain(kOp, k_scale, v_scale, sinks, num_shards);
   check_query(kOp, "q", q);
   const int64_t k_dim = q.size(3);
   check_same_device(kOp, "k_cache", k_cache, q);
@@ -435,9 +447,12 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
 }
 
 void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_tables,
-                        Tensor context_lens, Tensor ancestors, double scale, double logit_cap,
-                        int64_t window, Tensor out, Tensor lse) {
+                        Tensor context_lens, Tensor ancestors, std::optional<Tensor> cache_scale,
+                        std::optional<Tensor> sinks, double scale, double logit_cap, int64_t window,
+                        int64_t shard_index, int64_t num_shards, int64_t shard_run, Tensor out,
+                        Tensor lse) {
   constexpr char kOp[] = "tree_attention_mla";
+  check_plain(kOp, cache_scale, {}, sinks, num_shards);
   check_query(kOp, "q_latent", q_latent);
   const int64_t rank = q_latent.size(3);
   check_query(kOp, "q_rope", q_rope);

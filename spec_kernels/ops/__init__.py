@@ -2,6 +2,7 @@
 
 from spec_kernels.ops.compact import compact
 from spec_kernels.ops.hidden_capture import hidden_capture
+from spec_kernels.ops.merge_states import merge_states
 from spec_kernels.ops.moe_experts import moe_experts
 from spec_kernels.ops.pcie_allreduce import (
     pcie_all_gather,
@@ -10,6 +11,7 @@ from spec_kernels.ops.pcie_allreduce import (
     pcie_broadcast,
 )
 from spec_kernels.ops.tree_attention import (
+    ContextShard,
     attention_split_size,
     attention_splits,
     tree_attention,
@@ -27,6 +29,7 @@ from spec_kernels.ops.tree_build import (
 from spec_kernels.ops.tree_verify import Purpose, Verified, VerifyStatus, tree_verify
 
 __all__ = [
+    "ContextShard",
     "DraftTree",
     "Purpose",
     "TreeStatus",
@@ -38,6 +41,7 @@ __all__ = [
     "compact",
     "hidden_capture",
     "link_tree",
+    "merge_states",
     "moe_experts",
     "num_words",
     "pcie_all_gather",

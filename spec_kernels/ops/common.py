@@ -14,6 +14,8 @@ BACKENDS = ("reference", "cpu", "triton", "cuda")
 EXTRA_BACKENDS: dict[str, str] = {}
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.bfloat16)
+FLOATS_AND_HALF = (*FLOATS, torch.float16)
+FP8 = (torch.float8_e4m3fn,)
 
 
 def fail(op: str, argument: str, expected: object, got: object) -> None:
@@ -51,6 +53,12 @@ def check_contiguous(op: str, name: str, t: torch.Tensor) -> None:
         fail(op, name, "a contiguous tensor", f"strides {list(t.stride())}")
 
 
+def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
+    """What is written must not hold one element at two indices."""
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        fail(op, name, "rows that do not overlap", f"strides {list(t.stride())}")
+
+
 # Inputs that an output may be, element for element: each is read before it is written.
 _MAY_BE_OUTPUT = {
     "hidden_capture": ("x",),
@@ -74,8 +82,7 @@ def check_outputs_apart(op: str, args: tuple) -> None:
                 name = f"{argument.name}[{i}]" if many else argument.name
                 (outputs if written else others).append((name, t))
     for i, (name, out) in enumerate(outputs):
-        if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-            fail(op, name, "rows that do not overlap", f"strides {list(out.stride())}")
+        check_no_overlap(op, name, out)
         for other_name, other in outputs[i + 1 :] + others:
             if not _share_memory(out, other):
                 continue

@@ -1,13 +1,11 @@
 """``tree_attention`` and ``tree_attention_mla``: values, masks, bits, strides, bad input.
 
-Caches are NaN wherever no row may look, outputs start as NaN, and the oracle is a loop over rows in
-float64 that shares nothing with the reference.
+Problems and their right values come from ``spec_kernels.testing.attention_cases``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 import os
 import random
@@ -25,214 +23,18 @@ from spec_kernels import (
     tree_attention_mla,
 )
 from spec_kernels.ops.tree_attention import KEY_BLOCK, MAX_SPLITS
-from spec_kernels.ops.tree_attention.reference import attend
-from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, poisoned
+from spec_kernels.testing.attention_cases import (
+    check,
+    make,
+    paths_of,
+    random_paths,
+    words_of,
+)
+from spec_kernels.testing.compare import assert_same_bits, poisoned
 
 needs_kernel = pytest.mark.skipif(
     not _library.LIBRARIES["cpu"].loaded, reason=f"_C_cpu: {_library.LIBRARIES['cpu'].reason}"
 )
-
-
-# ------------------------------------------------------------------------------------- problems
-
-
-def random_paths(num_nodes: int, rng: random.Random, shape: str) -> list[list[int]]:
-    """The path of every node of a random tree, itself last."""
-    paths = []
-    for i in range(num_nodes):
-        if i == 0:
-            parent = None
-        elif shape == "chain":
-            parent = i - 1
-        elif shape == "bushy":
-            parent = rng.randrange(i)
-        else:  # deep: mostly the newest nodes have children
-            parent = max(0, i - 1 - min(rng.randrange(4), rng.randrange(4)))
-        paths.append(([] if parent is None else paths[parent]) + [i])
-    return paths
-
-
-def words_of(paths: list[list[int]], num_words: int) -> torch.Tensor:
-    words = [[0] * num_words for _ in paths]
-    for row, path in zip(words, paths, strict=True):
-        for node in path:
-            row[node // 32] |= 1 << (node % 32)
-    signed = [[w - (1 << 32) if w >> 31 else w for w in row] for row in words]
-    return torch.tensor(signed, dtype=torch.int32).view(len(paths), num_words)
-
-
-def paths_of(words: torch.Tensor) -> list[list[int]]:
-    return [
-        [32 * w + i for w, word in enumerate(row) for i in range(32) if word >> i & 1]
-        for row in words.tolist()
-    ]
-
-
-@dataclasses.dataclass
-class Problem:
-    """One call of either form; ``q``, ``k``, ``v`` are what both mean by it."""
-
-    form: str
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    tables: torch.Tensor
-    context: torch.Tensor
-    ancestors: torch.Tensor
-    scale: float
-    logit_cap: float = 0.0
-    window: int = 0
-
-    def replace(self, **changes) -> Problem:
-        return dataclasses.replace(self, **changes)
-
-    def rows(self, b: slice, n: slice) -> Problem:
-        return self.replace(
-            q=self.q[b, n],
-            tables=self.tables[b],
-            context=self.context[b],
-            ancestors=self.ancestors[b, n],
-        )
-
-    def inputs(self) -> tuple:
-        rest = (self.tables, self.context, self.ancestors)
-        if self.form == "gqa":
-            return (self.q, self.k, self.v, *rest)
-        rank = self.v.shape[-1]
-        return (self.q[..., :rank], self.q[..., rank:], self.k.squeeze(2), *rest)
-
-    def args(self) -> tuple:
-        """What the raw op takes."""
-        out, lse = self.outputs()
-        return (*self.inputs(), self.scale, self.logit_cap, self.window, out, lse)
-
-    def outputs(self):
-        shape = (*self.q.shape[:3], self.v.shape[-1])
-        return poisoned(*shape, dtype=self.q.dtype), poisoned(*shape[:3], dtype=torch.float32)
-
-    def run(self, backend=None, **changes):
-        out, lse = self.outputs()
-        options = dict(
-            scale=self.scale, logit_cap=self.logit_cap, window=self.window, out=out, lse=lse
-        )
-        function = tree_attention if self.form == "gqa" else tree_attention_mla
-        return function(*self.inputs(), backend=backend, **(options | changes))
-
-    def seen(self, b: int, path: list[int]) -> list[int]:
-        """Logical cache rows that a path sees."""
-        context = int(self.context[b])
-        if not path:
-            return []
-        keys = [(p, p) for p in range(context)]
-        keys += [(context + depth, context + j) for depth, j in enumerate(path)]
-        last = context + len(path) - 1
-        return [row for p, row in keys if self.window <= 0 or last - p < self.window]
-
-
-def make(
-    form="gqa",
-    dtype=torch.float32,
-    *,
-    contexts=(40,),
-    paths=None,
-    num_nodes=4,
-    shape="deep",
-    num_words=None,
-    heads=4,
-    kv_heads=2,
-    k_dim=32,
-    v_dim=32,
-    page=16,
-    window=0,
-    logit_cap=0.0,
-    scale=None,
-    seed=0,
-    int_dtype=torch.int64,
-    values=None,
-) -> Problem:
-    """``paths``: of every request, the path of every query row; else a random tree, all queried."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    if paths is None:
-        paths = [random_paths(num_nodes, rng, shape) for _ in contexts]
-    num_rows = len(paths[0])
-    slots = max((j + 1 for request in paths for path in request for j in path), default=1)
-    num_words = num_words or (slots + 31) // 32
-    kv_heads = 1 if form == "mla" else kv_heads
-    blocks = max(-(-(c + slots) // page) for c in contexts)
-    num_pages = len(contexts) * blocks + 2
-    order = torch.randperm(num_pages, generator=generator)[: len(contexts) * blocks]
-    tables = order.view(len(contexts), blocks).to(int_dtype)
-    q = torch.randn(len(contexts), num_rows, heads, k_dim, generator=generator).to(dtype)
-    k = poisoned(num_pages, page, kv_heads, k_dim, dtype=dtype)
-    v = k[..., :v_dim] if form == "mla" else poisoned(*k.shape[:3], v_dim, dtype=dtype)
-    problem = Problem(
-        form,
-        q,
-        k,
-        v,
-        tables,
-        torch.tensor(contexts, dtype=int_dtype),
-        torch.stack([words_of(request, num_words) for request in paths]),
-        k_dim**-0.5 if scale is None else scale,
-        logit_cap,
-        window,
-    )
-    for b, request in enumerate(paths):
-        used = sorted({row for path in request for row in problem.seen(b, path)})
-        for row in used:
-            at = (int(tables[b, row // page]), row % page)
-            k[at] = torch.randn(kv_heads, k_dim, generator=generator).to(dtype)
-            if form == "gqa":
-                v[at] = torch.randn(kv_heads, v_dim, generator=generator).to(dtype)
-            if values is not None:
-                values(k[at], v[at], row)
-    return problem
-
-
-def exact(problem: Problem):
-    """Row by row in float64."""
-    p = problem
-    page, group = p.k.shape[1], p.q.shape[2] // p.k.shape[2]
-    out = torch.zeros(*p.q.shape[:3], p.v.shape[-1], dtype=torch.float64)
-    lse = torch.full(p.q.shape[:3], -math.inf, dtype=torch.float64)
-    for b in range(p.q.shape[0]):
-        table = p.tables[b].tolist()
-        for n, path in enumerate(paths_of(p.ancestors[b])):
-            rows = p.seen(b, path)
-            if not rows:
-                continue
-            pages = torch.tensor([table[r // page] for r in rows])
-            slots = torch.tensor([r % page for r in rows])
-            keys = p.k[pages, slots].double().repeat_interleave(group, 1)
-            values = p.v[pages, slots].double().repeat_interleave(group, 1)
-            scores = torch.einsum("hd,shd->hs", p.q[b, n].double(), keys) * p.scale
-            if p.logit_cap > 0:
-                scores = p.logit_cap * torch.tanh(scores / p.logit_cap)
-            lse[b, n] = torch.logsumexp(scores, 1)
-            out[b, n] = torch.einsum("hs,shd->hd", torch.softmax(scores, 1), values)
-    return out, lse
-
-
-def check(problem: Problem, backend) -> None:
-    out, lse = problem.run(backend)
-    right, right_lse = exact(problem)
-    p = problem
-    plain, plain_lse = attend(
-        "plain",
-        p.q,
-        p.k,
-        p.v,
-        p.tables,
-        p.context,
-        p.ancestors,
-        p.scale,
-        p.logit_cap,
-        p.window,
-        torch.float32,
-    )
-    assert_as_accurate(out, right, plain.to(out.dtype))
-    assert_as_accurate(lse, right_lse, plain_lse)
 
 
 FORMS = pytest.mark.parametrize("form", ["gqa", "mla"])
@@ -721,7 +523,7 @@ def with_far_bit(ancestors):
 def bad_inputs():
     """Name of the argument blamed, and the change that earns it."""
     yield "q", lambda p: dict(q=p.q[0])
-    yield "q", lambda p: dict(q=p.q.half())
+    yield "q", lambda p: dict(q=p.q.double())
     yield "k_cache", lambda p: dict(k=p.k[..., :-1].contiguous())
     yield "k_cache", lambda p: dict(k=p.k.bfloat16())
     yield "k_cache", lambda p: dict(k=p.k[:, :0], v=p.v[:, :0])
@@ -772,8 +574,9 @@ def test_the_raw_op_is_safe_by_itself(case):
     argument, change = case
     problem = make(contexts=(40, 3), num_nodes=4)
     bad = problem.replace(**change(problem))
-    args = (*bad.inputs(), bad.scale, bad.logit_cap, bad.window)
-    outputs = problem.outputs() if bad.q.dim() != 4 else bad.outputs()
+    args = problem.args() if bad.q.dim() != 4 else bad.args()
+    outputs = args[-2:]
+    args = (*bad.inputs(), *args[len(bad.inputs()) : -2])
     with pytest.raises(RuntimeError, match=f"spec_kernels::tree_attention: {argument}: expected"):
         torch.ops.spec_kernels.tree_attention.default(*args, *outputs)
 

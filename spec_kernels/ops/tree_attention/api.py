@@ -7,19 +7,29 @@ import math
 import torch
 
 from spec_kernels import _library
-from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.common import (
+    FLOATS_AND_HALF,
+    FP8,
+    INTEGERS,
+    check_last_dim,
+    check_no_overlap,
+    check_tensor,
+    fail,
+    run,
+)
 from spec_kernels.ops.tree_attention.reference import (
     tree_attention_mla_reference,
     tree_attention_reference,
 )
+from spec_kernels.ops.tree_attention.shards import WHOLE, ContextShard
 
 _MAX_WORDS = 32
 _WORD = (torch.int32,)
-_LSE = (torch.float32,)
+_F32 = (torch.float32,)
 _HAS_CPU_KERNEL = _library.has_kernel("tree_attention", "cpu")
 
 
-def _call_kernel(function, q, v_dim_of, rest, scale, logit_cap, window, out, lse):
+def _call_kernel(function, q, v_dim_of, rest, scale, logit_cap, window, shard, out, lse):
     """The decode path on CPU: no checks here, since the kernel makes them all before it writes.
 
     Returns None when anything was wrong; the caller then takes the long way, which finds the fault
@@ -31,7 +41,9 @@ def _call_kernel(function, q, v_dim_of, rest, scale, logit_cap, window, out, lse
             out = q.new_empty((*shape, v_dim_of.shape[3]))
         if lse is None:
             lse = torch.empty(shape, dtype=torch.float32)
-        function(q, *rest, scale, logit_cap, window, out, lse)
+        part = WHOLE if shard is None else shard
+        part = (part.index, part.num_shards, part.run)
+        function(q, *rest, scale, logit_cap, window, *part, out, lse)
     except Exception:
         return None
     return out, lse
@@ -47,7 +59,10 @@ def _on_fast_path(q) -> bool:
     )
 
 
-def _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap) -> None:
+def _check_common(
+    op, q, block_tables, context_lens, ancestors, sinks, scale, logit_cap, shard
+) -> tuple[int, int, int]:
+    """Checks what both forms share; returns the shard as the raw op takes it."""
     num_batch, num_rows = q.shape[:2]
     device = q.device
     check_tensor(op, "block_tables", block_tables, (num_batch, None), INTEGERS, device)
@@ -59,6 +74,26 @@ def _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap
         fail(op, "scale", "a finite number", scale)
     if not math.isfinite(logit_cap):
         fail(op, "logit_cap", "a finite number", logit_cap)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks, (q.shape[2],), _F32, device)
+    shard = WHOLE if shard is None else shard
+    if not isinstance(shard, ContextShard):
+        fail(op, "shard", "a ContextShard", type(shard).__name__)
+    return shard.index, shard.num_shards, shard.run
+
+
+def _check_scale(op, name, scale, cache, num) -> torch.Tensor | None:
+    """``[num]`` fp32 factors of what ``cache`` holds; a single one is expanded."""
+    if cache.dtype not in FP8:
+        if scale is not None:
+            fail(op, name, f"None for a cache of {cache.dtype}", "a tensor")
+        return None
+    if scale is None:
+        fail(op, name, "a tensor for a cache of float8_e4m3fn", None)
+    if isinstance(scale, torch.Tensor) and scale.dim() < 2 and scale.numel() == 1:
+        scale = scale.reshape(1).expand(num)
+    check_tensor(op, name, scale, (num,), _F32, cache.device)
+    return scale
 
 
 def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
@@ -74,18 +109,13 @@ def _outputs(op, q, v_dim, out, lse):
     else:
         check_tensor(op, "out", out, shape, (q.dtype,), q.device)
         check_last_dim(op, "out", out)
-        _check_no_overlap(op, "out", out)
+        check_no_overlap(op, "out", out)
     if lse is None:
         lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     else:
-        check_tensor(op, "lse", lse, shape[:3], _LSE, q.device)
-        _check_no_overlap(op, "lse", lse)
+        check_tensor(op, "lse", lse, shape[:3], _F32, q.device)
+        check_no_overlap(op, "lse", lse)
     return out, lse
-
-
-def _check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-        fail(op, name, "rows that do not overlap", f"strides {list(t.stride())}")
 
 
 def tree_attention(
@@ -97,8 +127,12 @@ def tree_attention(
     ancestors: torch.Tensor,
     *,
     scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     logit_cap: float = 0.0,
     window: int = 0,
+    shard: ContextShard | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     backend: str | None = None,
@@ -117,39 +151,53 @@ def tree_attention(
     threads: decoding a path token by token and verifying it inside a tree agree bit for bit, at
     every length. Instruction sets may differ by rounding, and the reference promises no bits.
 
+    With a ``shard`` the cache and its table hold only that part of the context (``ContextShard``
+    says which), the lengths stay those of the whole, and ``out`` and ``lse`` are the part's own, to
+    be combined by ``merge_states``; a row that sees nothing of the part gives 0 and -inf. Every
+    shard is given the same ``ancestors``. Bits then depend on the keys by *local* position, so each
+    part has the same bits in any tree and batch, but decoding a path, which deals its keys to
+    several shards, agrees with verifying it only within rounding.
+
     Args:
-        q: ``[B, N, H, Dk]`` float32 or bfloat16. Rows may be strided.
-        k_cache: ``[P, page, Hkv, Dk]``, same dtype, ``H`` a multiple of ``Hkv``. May be strided.
-        v_cache: ``[P, page, Hkv, Dv]``. May be strided.
+        q: ``[B, N, H, Dk]`` float32, bfloat16 or float16. Rows may be strided.
+        k_cache: ``[P, page, Hkv, Dk]``, same dtype or float8_e4m3fn, ``H`` a multiple of ``Hkv``.
+            May be strided.
+        v_cache: ``[P, page, Hkv, Dv]``, dtype of ``k_cache``. May be strided.
         block_tables: ``[B, M]`` int32 or int64: page of logical block ``m``. Only entries that
             hold a visible key are looked at.
         context_lens: ``[B]`` int32 or int64: length of the committed prefix; 0 is allowed.
         ancestors: ``[B, N, W <= 32]`` int32 words, least significant bit first.
         scale: factor of ``q . k``; ``Dk ** -0.5`` when None.
-        logit_cap: when positive, scores become ``cap * tanh(score / cap)`` after scaling.
+        k_scale, v_scale: of a float8_e4m3fn cache, ``[Hkv]`` float32 or one element: what it holds
+            times this is the key (the value).
+        sinks: ``[H]`` float32: ``exp(sinks[h])`` is added to the softmax denominator of every
+            present row, and to its LSE, without a value (learnt attention sinks).
+        logit_cap: when positive, scores become ``cap * tanh(score / cap)`` after scaling; sinks are
+            not capped.
         window: when positive, a key is visible only if it is less than ``window`` positions behind.
+        shard: the part of the context that the cache holds; all of it when None.
         out: ``[B, N, H, Dv]`` in q's dtype; allocated when None. May be strided.
         lse: ``[B, N, H]`` float32, natural log of the sum of ``exp(score)``; allocated when None.
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, or (on CPU) a length is
-            negative, a table too narrow, or a page that is needed out of range.
+            negative, a table too narrow, or a page that is needed out of range. On other devices,
+            where looking would wait, such a request or key counts as absent.
     """
     op = "tree_attention"
     if backend is None and _on_fast_path(q):
-        rest = (k_cache, v_cache, block_tables, context_lens, ancestors)
+        rest = (k_cache, v_cache, block_tables, context_lens, ancestors, k_scale, v_scale, sinks)
         factor = q.shape[3] ** -0.5 if scale is None and q.shape[3] else scale
         function = torch.ops.spec_kernels.tree_attention.default
-        done = _call_kernel(function, q, v_cache, rest, factor, logit_cap, window, out, lse)
+        done = _call_kernel(function, q, v_cache, rest, factor, logit_cap, window, shard, out, lse)
         if done is not None:
             return done
-    check_tensor(op, "q", q, (None, None, None, None), FLOATS)
+    check_tensor(op, "q", q, (None, None, None, None), FLOATS_AND_HALF)
     num_heads, k_dim = q.shape[2:]
-    same = (q.dtype,)
     device = q.device
-    check_tensor(op, "k_cache", k_cache, (None, None, None, k_dim), same, device)
-    check_tensor(op, "v_cache", v_cache, (*k_cache.shape[:3], None), same, device)
+    check_tensor(op, "k_cache", k_cache, (None, None, None, k_dim), (q.dtype, *FP8), device)
+    check_tensor(op, "v_cache", v_cache, (*k_cache.shape[:3], None), (k_cache.dtype,), device)
     check_last_dim(op, "q", q)
     _check_cache(op, "k_cache", k_cache)
     check_last_dim(op, "v_cache", v_cache)
@@ -160,21 +208,13 @@ def tree_attention(
         fail(op, "k_cache", f"a number of heads that divides {num_heads}", num_kv_heads)
     if scale is None:
         scale = k_dim**-0.5
-    _check_common(op, q, block_tables, context_lens, ancestors, scale, logit_cap)
+    k_scale = _check_scale(op, "k_scale", k_scale, k_cache, num_kv_heads)
+    v_scale = _check_scale(op, "v_scale", v_scale, v_cache, num_kv_heads)
+    indices = (block_tables, context_lens, ancestors)
+    part = _check_common(op, q, *indices, sinks, scale, logit_cap, shard)
     out, lse = _outputs(op, q, v_cache.shape[3], out, lse)
-    args = (
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        ancestors,
-        scale,
-        logit_cap,
-        window,
-        out,
-        lse,
-    )
+    factors = (k_scale, v_scale, sinks, scale, logit_cap, window)
+    args = (q, k_cache, v_cache, *indices, *factors, *part, out, lse)
     run(op, backend, device, args, tree_attention_reference)
     return out, lse
 
@@ -188,8 +228,11 @@ def tree_attention_mla(
     ancestors: torch.Tensor,
     *,
     scale: float,
+    cache_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     logit_cap: float = 0.0,
     window: int = 0,
+    shard: ContextShard | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     backend: str | None = None,
@@ -198,50 +241,45 @@ def tree_attention_mla(
 
     One cached row serves all heads: ``score = (q_latent . latent + q_rope . rope_key) * scale`` and
     ``out = sum(weight * latent)``. The caller has multiplied ``q_latent`` by the key up-projection
-    and applies the value up-projection to ``out``. Visibility, window, cap, lse, errors and the
-    promise on bits are those of ``tree_attention``.
+    and applies the value up-projection to ``out``. Visibility, window, cap, sinks, shards, lse,
+    errors and the promise on bits are those of ``tree_attention``.
 
     Args:
-        q_latent: ``[B, N, H, R]`` float32 or bfloat16. Rows may be strided.
+        q_latent: ``[B, N, H, R]`` float32, bfloat16 or float16. Rows may be strided.
         q_rope: ``[B, N, H, Dr]``, same dtype.
-        cache: ``[P, page, R + Dr]``: latent, then rope key. May be strided.
+        cache: ``[P, page, R + Dr]``, same dtype or float8_e4m3fn: latent, then rope key. May be
+            strided.
         scale: softmax scale; it belongs to the head before absorption, so no default fits.
+        cache_scale: of a float8_e4m3fn cache, one float32 element: what it holds times this is the
+            row, once, whether as key or as value.
         out: ``[B, N, H, R]``; allocated when None.
-        block_tables, context_lens, ancestors, logit_cap, window, lse, backend: as in
+        block_tables, context_lens, ancestors, sinks, logit_cap, window, shard, lse, backend: as in
             ``tree_attention``.
     """
     op = "tree_attention_mla"
     if backend is None and _on_fast_path(q_latent):
-        rest = (q_rope, cache, block_tables, context_lens, ancestors)
+        rest = (q_rope, cache, block_tables, context_lens, ancestors, cache_scale, sinks)
         function = torch.ops.spec_kernels.tree_attention_mla.default
-        done = _call_kernel(function, q_latent, q_latent, rest, scale, logit_cap, window, out, lse)
+        q = q_latent
+        done = _call_kernel(function, q, q, rest, scale, logit_cap, window, shard, out, lse)
         if done is not None:
             return done
-    check_tensor(op, "q_latent", q_latent, (None, None, None, None), FLOATS)
+    check_tensor(op, "q_latent", q_latent, (None, None, None, None), FLOATS_AND_HALF)
     rank = q_latent.shape[3]
-    same = (q_latent.dtype,)
-    device = q_latent.device
-    check_tensor(op, "q_rope", q_rope, (*q_latent.shape[:3], None), same, device)
-    check_tensor(op, "cache", cache, (None, None, rank + q_rope.shape[3]), same, device)
+    dtype, device = q_latent.dtype, q_latent.device
+    check_tensor(op, "q_rope", q_rope, (*q_latent.shape[:3], None), (dtype,), device)
+    columns = rank + q_rope.shape[3]
+    check_tensor(op, "cache", cache, (None, None, columns), (dtype, *FP8), device)
     check_last_dim(op, "q_latent", q_latent)
     check_last_dim(op, "q_rope", q_rope)
     _check_cache(op, "cache", cache)
     if rank < 1:
         fail(op, "q_latent", "at least one column", rank)
-    _check_common(op, q_latent, block_tables, context_lens, ancestors, scale, logit_cap)
+    cache_scale = _check_scale(op, "cache_scale", cache_scale, cache, 1)
+    indices = (block_tables, context_lens, ancestors)
+    part = _check_common(op, q_latent, *indices, sinks, scale, logit_cap, shard)
     out, lse = _outputs(op, q_latent, rank, out, lse)
-    args = (
-        q_latent,
-        q_rope,
-        cache,
-        block_tables,
-        context_lens,
-        ancestors,
-        scale,
-        logit_cap,
-        window,
-        out,
-        lse,
-    )
+    factors = (cache_scale, sinks, scale, logit_cap, window)
+    args = (q_latent, q_rope, cache, *indices, *factors, *part, out, lse)
     run(op, backend, device, args, tree_attention_mla_reference)
     return out, lse
