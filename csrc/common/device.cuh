@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -99,5 +98,79 @@ void launch_kernel(const char* what, void (*kernel)(Params...), dim3 grid, dim3 
 #endif
   check_cuda(cudaGetLastError(), what);
 }
+
+// A 32-bit word that another block or device writes meanwhile: read or written whole, every time.
+__device__ inline uint32_t load_relaxed_system(const uint32_t* p) {
+#if defined(SK_CUDA_ON_HOST)
+  simt::schedule_point(true);
+  return *p;
+#else
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+#endif
+}
+
+__device__ inline void store_relaxed_system(uint32_t* p, uint32_t v) {
+#if defined(SK_CUDA_ON_HOST)
+  simt::schedule_point(false);
+  *p = v;
+#else
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#endif
+}
+
+// A value out of range that a kernel met and took for absent.
+struct Fault {
+  int32_t code;   // the op's own, not 0
+  int32_t index;  // which request, tensor or entry, as the op means it
+  int64_t bound, got;
+};
+
+// Keeps the first of a launch; `record` is null unless somebody asked.
+__device__ inline void report(Fault* record, int32_t code, int64_t index, int64_t bound,
+                              int64_t got) {
+  if (record && atomicCAS(&record->code, 0, code) == 0) {
+    record->index = static_cast<int32_t>(index);
+    record->bound = bound;
+    record->got = got;
+  }
+}
+
+// SPEC_KERNELS_CHECK=1: waits for the kernel and lets the op raise what it reported. Otherwise, and
+// while a graph is captured, nothing is recorded and nobody waits.
+class FaultCheck {
+ public:
+  FaultCheck(const char* op, cudaStream_t stream) : op_(op), stream_(stream) {
+    const char* wanted = std::getenv("SPEC_KERNELS_CHECK");
+    if (!wanted || std::strcmp(wanted, "1") != 0) return;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(stream, &status), op);
+    if (status != cudaStreamCaptureStatusNone) return;
+    check_cuda(cudaMalloc(&record_, sizeof(Fault)), op);
+    check_cuda(cudaMemsetAsync(record_, 0, sizeof(Fault), stream), op);
+  }
+  ~FaultCheck() { cudaFree(record_); }
+  FaultCheck(const FaultCheck&) = delete;
+  FaultCheck& operator=(const FaultCheck&) = delete;
+
+  Fault* record() const { return record_; }
+
+  // Calls `raise(fault)` if there is one.
+  template <class F>
+  void finish(F&& raise) const {
+    if (!record_) return;
+    Fault fault{};
+    check_cuda(cudaMemcpyAsync(&fault, record_, sizeof(Fault), cudaMemcpyDeviceToHost, stream_),
+               op_);
+    check_cuda(cudaStreamSynchronize(stream_), op_);
+    if (fault.code != 0) raise(fault);
+  }
+
+ private:
+  const char* op_;
+  cudaStream_t stream_;
+  Fault* record_ = nullptr;
+};
 
 }  // namespace spec_kernels

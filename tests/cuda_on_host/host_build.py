@@ -85,13 +85,17 @@ def _compile(source: Path, flags: tuple[str, ...]) -> Path:
     return made
 
 
-def build(sources: Sequence[Path], *, mutant: str | None = None, sanitize: bool = False) -> Path:
-    """A library of ``sources`` and the machine; ``mutant`` defines ``SK_MUTANT_<mutant>``."""
+def sanitized() -> bool:
+    return bool(os.environ.get("SIMT_SANITIZE"))
+
+
+def build(sources: Sequence[Path], *defines: str) -> Path:
+    """A library of ``sources`` and the machine, compiled with ``-D`` for each of ``defines``."""
     OUT.mkdir(parents=True, exist_ok=True)
     flags = (*FLAGS, "-DTORCH_TARGET_VERSION=0x020a000000000000")
-    flags += ("-O1", "-g", *SANITIZERS) if sanitize else ("-O2",)
-    mutation = (f"-DSK_MUTANT_{mutant}",) if mutant else ()
-    work = [(HERE / "simt.cpp", flags), *((s, flags + mutation) for s in sources)]
+    flags += ("-O1", "-g", *SANITIZERS) if sanitized() else ("-O2",)
+    flags += tuple(f"-D{name}" for name in defines)
+    work = [(source, flags) for source in (HERE / "simt.cpp", *sources)]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: _compile(*job), work))
     names = "\n".join(map(str, objects)).encode()
@@ -100,12 +104,19 @@ def build(sources: Sequence[Path], *, mutant: str | None = None, sanitize: bool 
         return made
     command = [compiler(), "-shared", "-o", f"{made}.{os.getpid()}", *map(str, objects)]
     command += [f"-L{_torch() / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    command += SANITIZERS[:1] if sanitize else ()
+    command += SANITIZERS[:1] if sanitized() else ()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
     os.replace(f"{made}.{os.getpid()}", made)
     return made
+
+
+def configure_of(library: ctypes.CDLL):
+    """``simt::configure`` of a loaded library; each library is a machine of its own."""
+    function = library.simt_configure
+    function.argtypes, function.restype = (ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64), None
+    return function
 
 
 class Machine:
@@ -114,19 +125,16 @@ class Machine:
     def __init__(self, path: Path):
         self.definitions = _library.define_schemas(NAMESPACE)
         torch.ops.load_library(str(path))
-        self._configure = ctypes.CDLL(str(path)).simt_configure
-        self._configure.argtypes = (ctypes.c_uint64, ctypes.c_int)
+        self._configure = configure_of(ctypes.CDLL(str(path)))
         self.configure(int(os.environ.get("SIMT_SEED", "0")))
         common.EXTRA_BACKENDS[BACKEND] = NAMESPACE
 
     def configure(self, seed: int, resident_blocks: int = 0) -> None:
         """The schedule of the launches to come; see ``simt.h``."""
-        self._configure(seed, resident_blocks)
+        self._configure(seed, resident_blocks, 0)
 
 
 @functools.cache
-def load(mutant: str | None = None, op: str | None = None) -> Machine:
-    """Builds where needed, and registers; once a process, for one ``op`` or for all."""
-    sources = [s for s in cuda_sources() if op in (None, s.parent.name)]
-    path = build(sources, mutant=mutant, sanitize=bool(os.environ.get("SIMT_SANITIZE")))
-    return Machine(path)
+def load() -> Machine:
+    """Builds where needed, and registers; once a process."""
+    return Machine(build(cuda_sources()))

@@ -38,7 +38,6 @@ constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr size_t kGuardBytes = 4096;
 constexpr size_t kMaxSharedBytes = 101376;  // sm_120
 constexpr size_t kMaxPlainSharedBytes = 49152;
-// Resumes of one synchronisation; beyond, threads wait for something that does not come.
 constexpr uint64_t kMaxSteps = uint64_t{1} << 27;
 
 // Contexts. `swap(save, load)` goes on in `load` and returns when somebody swaps back to `save`.
@@ -167,9 +166,10 @@ class Machine {
   int device = 0;
   std::map<const void*, int> dynamic_limits;
 
-  void configure(uint64_t seed, int resident) {
+  void configure(uint64_t seed, int resident, uint64_t max_steps) {
     seed_ = seed;
     resident_ = resident;
+    max_steps_ = max_steps ? max_steps : kMaxSteps;
     rng_.state = seed;
   }
   void slow(int device, int factor) { slowness_[device] = factor; }
@@ -216,7 +216,7 @@ class Machine {
   // Runs every stream, interleaved, until `stream` is empty (all of them: null).
   void run(Stream* stream) {
     if (running_) fail("a kernel calls the host side");
-    const uint64_t limit = steps_ + kMaxSteps;
+    const uint64_t limit = steps_ + max_steps_;
     const auto done = [&] {
       bool empty = true;
       if (stream) return stream->launches.empty();
@@ -634,7 +634,7 @@ class Machine {
     }
   }
 
-  uint64_t seed_ = 0, steps_ = 0;
+  uint64_t seed_ = 0, steps_ = 0, max_steps_ = kMaxSteps;
   int resident_ = 0;
   Rng rng_;
   std::map<int, int> slowness_;
@@ -720,9 +720,9 @@ void synchronize_device(int device) {
   for (Stream* s : streams) machine().run(s);
 }
 
-void configure(uint64_t seed, int resident_blocks) {
+void configure(uint64_t seed, int resident_blocks, uint64_t max_steps) {
   const Lock lock(machine().mutex);
-  machine().configure(seed, resident_blocks);
+  machine().configure(seed, resident_blocks, max_steps);
 }
 void slow_device(int device, int factor) {
   const Lock lock(machine().mutex);
@@ -825,9 +825,9 @@ cudaError_t cudaFree(void* p) {
 }
 
 // Called from Python.
-extern "C" __attribute__((visibility("default"))) void simt_configure(uint64_t seed,
-                                                                      int resident_blocks) {
-  simt::configure(seed, resident_blocks);
+extern "C" __attribute__((visibility("default"))) void simt_configure(uint64_t seed, int resident,
+                                                                      uint64_t max_steps) {
+  simt::configure(seed, resident, max_steps);
 }
 
 // The stream of the tensors' device; torch's own is looked up by name, and this one is nearer.

@@ -47,20 +47,18 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 // Barriers and warp collectives
 
-inline void __syncthreads(simt::Site site = SIMT_SITE) {
-  simt::barrier(simt::Kind::kBarrier, 0, site);
+inline void __syncthreads(SIMT_SITE) { simt::barrier(simt::Kind::kBarrier, 0, SIMT_HERE); }
+inline int __syncthreads_or(int predicate, SIMT_SITE) {
+  return simt::barrier(simt::Kind::kBarrierOr, predicate, SIMT_HERE);
 }
-inline int __syncthreads_or(int predicate, simt::Site site = SIMT_SITE) {
-  return simt::barrier(simt::Kind::kBarrierOr, predicate, site);
+inline int __syncthreads_and(int predicate, SIMT_SITE) {
+  return simt::barrier(simt::Kind::kBarrierAnd, predicate, SIMT_HERE);
 }
-inline int __syncthreads_and(int predicate, simt::Site site = SIMT_SITE) {
-  return simt::barrier(simt::Kind::kBarrierAnd, predicate, site);
+inline int __syncthreads_count(int predicate, SIMT_SITE) {
+  return simt::barrier(simt::Kind::kBarrierCount, predicate, SIMT_HERE);
 }
-inline int __syncthreads_count(int predicate, simt::Site site = SIMT_SITE) {
-  return simt::barrier(simt::Kind::kBarrierCount, predicate, site);
-}
-inline void __syncwarp(unsigned mask = 0xffffffffu, simt::Site site = SIMT_SITE) {
-  simt::collective(simt::Kind::kSyncWarp, mask, 0, 0, 32, site);
+inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) {
+  simt::collective(simt::Kind::kSyncWarp, mask, 0, 0, 32, SIMT_HERE);
 }
 
 namespace simt {
@@ -76,46 +74,46 @@ inline T shuffle(Kind kind, unsigned mask, T value, int lane, int width, Site si
 }  // namespace simt
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32,
-                     simt::Site site = SIMT_SITE) {
-  return simt::shuffle(simt::Kind::kShfl, mask, value, lane, width, site);
+inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, SIMT_SITE) {
+  return simt::shuffle(simt::Kind::kShfl, mask, value, lane, width, SIMT_HERE);
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lane, int width = 32,
-                         simt::Site site = SIMT_SITE) {
-  return simt::shuffle(simt::Kind::kShflXor, mask, value, lane, width, site);
+inline T __shfl_xor_sync(unsigned mask, T value, int lane, int width = 32, SIMT_SITE) {
+  return simt::shuffle(simt::Kind::kShflXor, mask, value, lane, width, SIMT_HERE);
 }
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                        simt::Site site = SIMT_SITE) {
-  return simt::shuffle(simt::Kind::kShflUp, mask, value, static_cast<int>(delta), width, site);
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
+  return simt::shuffle(simt::Kind::kShflUp, mask, value, static_cast<int>(delta), width, SIMT_HERE);
 }
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                          simt::Site site = SIMT_SITE) {
-  return simt::shuffle(simt::Kind::kShflDown, mask, value, static_cast<int>(delta), width, site);
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
+  return simt::shuffle(simt::Kind::kShflDown, mask, value, static_cast<int>(delta), width,
+                       SIMT_HERE);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate, simt::Site site = SIMT_SITE) {
+inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) {
   return static_cast<unsigned>(
-      simt::collective(simt::Kind::kBallot, mask, predicate != 0, 0, 32, site));
+      simt::collective(simt::Kind::kBallot, mask, predicate != 0, 0, 32, SIMT_HERE));
 }
-inline int __any_sync(unsigned mask, int predicate, simt::Site site = SIMT_SITE) {
-  return static_cast<int>(simt::collective(simt::Kind::kAny, mask, predicate != 0, 0, 32, site));
+inline int __any_sync(unsigned mask, int predicate, SIMT_SITE) {
+  return static_cast<int>(
+      simt::collective(simt::Kind::kAny, mask, predicate != 0, 0, 32, SIMT_HERE));
 }
-inline int __all_sync(unsigned mask, int predicate, simt::Site site = SIMT_SITE) {
-  return static_cast<int>(simt::collective(simt::Kind::kAll, mask, predicate != 0, 0, 32, site));
+inline int __all_sync(unsigned mask, int predicate, SIMT_SITE) {
+  return static_cast<int>(
+      simt::collective(simt::Kind::kAll, mask, predicate != 0, 0, 32, SIMT_HERE));
 }
 template <class T>
-inline unsigned __match_any_sync(unsigned mask, T value, simt::Site site = SIMT_SITE) {
+inline unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  return static_cast<unsigned>(simt::collective(simt::Kind::kMatchAny, mask, bits, 0, 32, site));
+  return static_cast<unsigned>(
+      simt::collective(simt::Kind::kMatchAny, mask, bits, 0, 32, SIMT_HERE));
 }
 
-#define SIMT_REDUCE(name, type, kind)                                                          \
-  inline type __reduce_##name##_sync(unsigned mask, type value, simt::Site site = SIMT_SITE) { \
-    return static_cast<type>(                                                                  \
-        simt::collective(simt::Kind::kind, mask, static_cast<unsigned>(value), 0, 32, site));  \
+#define SIMT_REDUCE(name, type, kind)                                                              \
+  inline type __reduce_##name##_sync(unsigned mask, type value, SIMT_SITE) {                       \
+    return static_cast<type>(                                                                      \
+        simt::collective(simt::Kind::kind, mask, static_cast<unsigned>(value), 0, 32, SIMT_HERE)); \
   }
 SIMT_REDUCE(add, unsigned, kReduceAdd)
 SIMT_REDUCE(add, int, kReduceAdd)

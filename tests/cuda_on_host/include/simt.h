@@ -34,13 +34,14 @@ namespace simt {
 
 struct Stream;  // null: the default stream
 
-// Where in the sources a thread stands; filled in by default arguments.
+// Where in the sources a thread stands: the caller's line, through default arguments.
 struct Site {
   const char* file;
   int line;
 };
-#define SIMT_SITE \
-  ::simt::Site { __builtin_FILE(), __builtin_LINE() }
+#define SIMT_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define SIMT_HERE \
+  ::simt::Site { file, line }
 
 enum class Kind : uint8_t {
   kShfl,
@@ -91,8 +92,8 @@ void synchronize_device(int device);
 
 // Seed 0: threads in order, each as far as it gets. 1: the same, last first. Others: random, half
 // of them with some warps favoured. `resident_blocks` of a launch run at a time (0: 1 to 4, by the
-// seed).
-void configure(uint64_t seed, int resident_blocks);
+// seed). After `max_steps` resumes (0: many) whoever waits waits for what does not come.
+void configure(uint64_t seed, int resident_blocks, uint64_t max_steps);
 // Threads of `device` are chosen `factor` times less often.
 void slow_device(int device, int factor);
 
