@@ -212,6 +212,8 @@ def tree_verify(c: Case):
 
     temperature = maybe(c.place(torch.tensor([0.0, 0.7, 1.5])[:batch]))
     seeds = c.ints(-(2**63), 2**63 - 1, batch, dtype=torch.int64)
+    drafts = maybe(c.floats(batch, nodes, vocab, dtype=c.float_type(), scale=0.3))
+    typical = (0.09, 0.3) if drafts is None and c.random.random() < 0.5 else (0.0, 0.0)
     return [
         c.floats(batch, nodes, vocab, dtype=dtype, scale=3.0),
         c.ints(0, vocab, batch, nodes),
@@ -225,6 +227,8 @@ def tree_verify(c: Case):
         seeds if temperature is not None else maybe(seeds),
         maybe(c.floats(batch, vocab)),
         maybe(c.ints(-(2**31), 2**31, batch, nodes, (vocab + 31) // 32, dtype=torch.int32)),
+        drafts,
+        *typical,
         c.out(batch, steps, dtype=c.int_type()),
         c.out(batch, dtype=c.int_type()),
         c.out(batch, steps, dtype=c.int_type()),

@@ -207,8 +207,8 @@ SK_HOST_DEVICE inline Ratio make_ratio(uint64_t p_total, uint64_t q_total) {
   return {static_cast<uint32_t>(quotient >> half), 32 + p_zeros - q_zeros - half};
 }
 
-// high * 2^16 + low times the ratio, rounded down, for high <= 2^24 and low < 2^16: by products of
-// 32 bits.
+// high * 2^16 + low times the ratio, rounded down by less than 1 + 2^-15 of the ratio, for
+// high <= 2^24 and low < 2^16: by products of 32 bits.
 SK_HOST_DEVICE inline uint64_t scaled(uint64_t high, uint64_t low, Ratio ratio) {
   const uint64_t product = high * ratio.mantissa + ((low * ratio.mantissa) >> 16);
   const int shift = ratio.shift - 16;
