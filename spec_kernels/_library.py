@@ -40,6 +40,14 @@ SCHEMAS = {
     "Tensor block_tables, Tensor(a!)[] caches, Tensor(b!)[] rows) -> ()",
     "hidden_capture": "(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, "
     "Tensor(b!) out, Tensor(c!)? capture, int slot) -> ()",
+    "rope_append": "(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor depths, Tensor? slots, "
+    "Tensor context_lens, Tensor? cache_lens, Tensor block_tables, Tensor? k_scale, "
+    "Tensor? v_scale, bool interleaved, Tensor(a!) q_out, Tensor(b!) k_cache, "
+    "Tensor(c!) v_cache) -> ()",
+    "rope_append_mla": "(Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? norm_weight, "
+    "float eps, Tensor cos_sin, Tensor depths, Tensor? slots, Tensor context_lens, "
+    "Tensor? cache_lens, Tensor block_tables, Tensor? cache_scale, bool interleaved, "
+    "Tensor(a!) q_out, Tensor(b!) cache) -> ()",
     "pcie_allreduce": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
     "int world_size, int timeout_ms) -> ()",
     "pcie_all_gather": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "

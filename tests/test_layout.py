@@ -72,6 +72,7 @@ def test_stems_are_those_of_the_design():
         "merge_states",
         "moe_experts",
         "pcie_allreduce",
+        "rope_append",
         "tree_attention",
         "tree_build",
         "tree_verify",

@@ -185,6 +185,12 @@ inline __attribute__((always_inline)) F32x16 load_partial(const bf16* p, int64_t
 }
 #endif
 
+// As many of sixteen elements as there are: n >= 1 may be more.
+template <class T>
+SK_INLINE F32x16 load_up_to(const T* p, int64_t n) {
+  return n >= kLanes ? load(p) : load_partial(p, n);
+}
+
 SK_INLINE void store(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
 
 // Round to nearest even; a NaN stays a (quiet) NaN.
@@ -267,6 +273,15 @@ inline __attribute__((always_inline)) void store_partial(bf16* p, F32x16 v, int6
   _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), (__m256i)to_bf16(v));
 }
 #endif
+
+template <class T>
+SK_INLINE void store_up_to(T* p, F32x16 v, int64_t n) {
+  if (n >= kLanes) {
+    store(p, v);
+  } else {
+    store_partial(p, v, n);
+  }
+}
 
 SK_INLINE float to_float(float x) { return x; }
 SK_INLINE float to_float(bf16 x) {

@@ -1,3 +1,4 @@
+#include "common/rms_norm.h"
 #include "common/simd.h"
 #include "hidden_capture/hidden_capture.h"
 
@@ -9,16 +10,15 @@ template <class T>
 void row(const T* x, T* residual, const T* weight, T* out, T* capture, int64_t hidden, float eps) {
   const int64_t full = hidden / kLanes * kLanes;
   const int64_t rest = hidden - full;
-  F32x16 squares[2] = {};
-  int64_t block = 0;
-  for (int64_t i = 0; i < full; i += kLanes, ++block) {
+  MeanSquare squares;
+  for (int64_t i = 0; i < full; i += kLanes) {
     F32x16 r = load(residual + i);
     if (x) {
       r = round_to<T>(r + load(x + i));
       store(residual + i, r);
     }
     if (capture) store(capture + i, r);
-    squares[block & 1] = fma(r, r, squares[block & 1]);
+    squares.add(r);
   }
   if (rest) {
     F32x16 r = load_partial(residual + full, rest);
@@ -27,10 +27,9 @@ void row(const T* x, T* residual, const T* weight, T* out, T* capture, int64_t h
       store_partial(residual + full, r, rest);
     }
     if (capture) store_partial(capture + full, r, rest);
-    squares[block & 1] = fma(r, r, squares[block & 1]);
+    squares.add(r);
   }
-  const float mean = reduce_add(squares[0] + squares[1]) / static_cast<float>(hidden);
-  const F32x16 scale = splat(1.0f / __builtin_sqrtf(mean + eps));
+  const F32x16 scale = splat(squares.inverse_root(hidden, eps));
   for (int64_t i = 0; i < full; i += kLanes)
     store(out + i, load(residual + i) * scale * load(weight + i));
   if (rest) {

@@ -338,16 +338,6 @@ void amx_product(const MoeProduct& p) {
 }
 #endif
 
-template <class T>
-SK_INLINE F32x16 load_up_to(const T* p, int64_t n) {
-  return n >= kLanes ? load(p) : load_partial(p, n);
-}
-
-template <class T>
-SK_INLINE void store_up_to(T* p, F32x16 v, int64_t n) {
-  n >= kLanes ? store(p, v) : store_partial(p, v, n);
-}
-
 SK_INLINE F32x16 sigmoid(F32x16 x) { return 1.0f / (exp(-x) + 1.0f); }
 
 }  // namespace

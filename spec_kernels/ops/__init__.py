@@ -10,6 +10,7 @@ from spec_kernels.ops.pcie_allreduce import (
     pcie_barrier,
     pcie_broadcast,
 )
+from spec_kernels.ops.rope_append import rope_append, rope_append_mla
 from spec_kernels.ops.tree_attention import (
     ContextShard,
     attention_split_size,
@@ -48,6 +49,8 @@ __all__ = [
     "pcie_allreduce",
     "pcie_barrier",
     "pcie_broadcast",
+    "rope_append",
+    "rope_append_mla",
     "tree_attention",
     "tree_attention_mla",
     "tree_build",

@@ -59,11 +59,27 @@ def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
         fail(op, name, "rows that do not overlap", f"strides {list(t.stride())}")
 
 
+def check_cache_scale(op: str, name: str, scale, cache: torch.Tensor, num: int):
+    """``[num]`` fp32 factors of what ``cache`` holds; a single one is expanded."""
+    if cache.dtype not in FP8:
+        if scale is not None:
+            fail(op, name, "None for a cache that is not float8_e4m3fn", "a tensor")
+        return None
+    if scale is None:
+        fail(op, name, "a tensor for a cache of float8_e4m3fn", None)
+    if isinstance(scale, torch.Tensor) and scale.dim() < 2 and scale.numel() == 1:
+        scale = scale.reshape(1).expand(num)
+    check_tensor(op, name, scale, (num,), (torch.float32,), cache.device)
+    return scale
+
+
 # Inputs that an output may be, element for element: each is read before it is written.
 _MAY_BE_OUTPUT = {
     "hidden_capture": ("x",),
     "moe_experts": ("x",),
     "pcie_allreduce": ("input",),
+    "rope_append": ("q",),
+    "rope_append_mla": ("q_rope",),
 }
 
 

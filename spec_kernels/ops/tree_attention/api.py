@@ -11,6 +11,7 @@ from spec_kernels.ops.common import (
     FLOATS_AND_HALF,
     FP8,
     INTEGERS,
+    check_cache_scale,
     check_last_dim,
     check_no_overlap,
     check_tensor,
@@ -80,20 +81,6 @@ def _check_common(
     if not isinstance(shard, ContextShard):
         fail(op, "shard", "a ContextShard", type(shard).__name__)
     return shard.index, shard.num_shards, shard.run
-
-
-def _check_scale(op, name, scale, cache, num) -> torch.Tensor | None:
-    """``[num]`` fp32 factors of what ``cache`` holds; a single one is expanded."""
-    if cache.dtype not in FP8:
-        if scale is not None:
-            fail(op, name, f"None for a cache of {cache.dtype}", "a tensor")
-        return None
-    if scale is None:
-        fail(op, name, "a tensor for a cache of float8_e4m3fn", None)
-    if isinstance(scale, torch.Tensor) and scale.dim() < 2 and scale.numel() == 1:
-        scale = scale.reshape(1).expand(num)
-    check_tensor(op, name, scale, (num,), _F32, cache.device)
-    return scale
 
 
 def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
@@ -208,8 +195,8 @@ def tree_attention(
         fail(op, "k_cache", f"a number of heads that divides {num_heads}", num_kv_heads)
     if scale is None:
         scale = k_dim**-0.5
-    k_scale = _check_scale(op, "k_scale", k_scale, k_cache, num_kv_heads)
-    v_scale = _check_scale(op, "v_scale", v_scale, v_cache, num_kv_heads)
+    k_scale = check_cache_scale(op, "k_scale", k_scale, k_cache, num_kv_heads)
+    v_scale = check_cache_scale(op, "v_scale", v_scale, v_cache, num_kv_heads)
     indices = (block_tables, context_lens, ancestors)
     part = _check_common(op, q, *indices, sinks, scale, logit_cap, shard)
     out, lse = _outputs(op, q, v_cache.shape[3], out, lse)
@@ -275,7 +262,7 @@ def tree_attention_mla(
     _check_cache(op, "cache", cache)
     if rank < 1:
         fail(op, "q_latent", "at least one column", rank)
-    cache_scale = _check_scale(op, "cache_scale", cache_scale, cache, 1)
+    cache_scale = check_cache_scale(op, "cache_scale", cache_scale, cache, 1)
     indices = (block_tables, context_lens, ancestors)
     part = _check_common(op, q_latent, *indices, sinks, scale, logit_cap, shard)
     out, lse = _outputs(op, q_latent, rank, out, lse)

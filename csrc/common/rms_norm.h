@@ -1,0 +1,28 @@
+// The one order in which the squares of a row are added up, so that every op that normalises gives
+// the same bits. Included only by *_cpu_kernels.cpp (see simd.h).
+#pragma once
+
+#include "common/simd.h"
+
+namespace spec_kernels {
+namespace SK_ISA {
+
+struct MeanSquare {
+  F32x16 sums[2] = {};
+  int64_t num_blocks = 0;
+
+  // The next sixteen elements; zeros beyond the end.
+  inline __attribute__((always_inline)) void add(F32x16 x) {
+    F32x16& sum = sums[num_blocks++ & 1];
+    sum = fma(x, x, sum);
+  }
+
+  // 1 / sqrt(mean + eps) of `num` elements.
+  inline __attribute__((always_inline)) float inverse_root(int64_t num, float eps) const {
+    const float mean = reduce_add(sums[0] + sums[1]) / static_cast<float>(num);
+    return 1.0f / __builtin_sqrtf(mean + eps);
+  }
+};
+
+}  // namespace SK_ISA
+}  // namespace spec_kernels
