@@ -14,7 +14,7 @@
 namespace spec_kernels {
 namespace {
 
-constexpr int64_t kElementsPerTask = 16384;  // below this, waking a thread costs more
+constexpr int64_t kElementsPerTask = 65536;  // below this, waking a thread costs more
 
 std::string indexed(const char* name, int64_t i) {
   return std::string(name) + "[" + std::to_string(i) + "]";
