@@ -94,7 +94,9 @@ void launch_kernel(const char* what, void (*kernel)(Params...), dim3 grid, dim3 
   simt::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream,
                [=] { kernel(args...); });
 #else
-  kernel<<<grid, block, shared_bytes, stream> > >(args...);
+  // clang-format off: it would part the brackets
+  kernel<<<grid, block, shared_bytes, stream>>>(args...);
+  // clang-format on
 #endif
   check_cuda(cudaGetLastError(), what);
 }

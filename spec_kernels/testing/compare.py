@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
 import torch
 
 
@@ -51,3 +56,31 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu"
     """NaN (floats) or huge values (integers): what is not written, or wrongly read, shows."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 2
     return torch.full(shape, value, dtype=dtype, device=device)
+
+
+def value_checks(backend: str) -> tuple[bool, ...]:
+    """How calls with a value out of range (index, length, page) end on ``backend``: True, raising.
+
+    Backends that can read values at no cost raise. On a device reading them would synchronise: the
+    value is taken for absent and the call goes through (False); CUDA kernels also raise, after the
+    fact, where ``SPEC_KERNELS_CHECK=1`` asks for it. A test goes through all of them.
+    """
+    return {"reference": (True,), "cpu": (True,), "triton": (False,)}.get(backend, (False, True))
+
+
+@contextlib.contextmanager
+def value_out_of_range(match: str, raises: bool) -> Iterator[None]:
+    """For a call with a value out of range, in one of the ways of ``value_checks``."""
+    before = os.environ.get("SPEC_KERNELS_CHECK")
+    os.environ["SPEC_KERNELS_CHECK"] = str(int(raises))
+    try:
+        yield
+    except ValueError as error:
+        assert raises and re.search(match, str(error)), error
+    else:
+        assert not raises, f"no error {match!r}"
+    finally:
+        if before is None:
+            del os.environ["SPEC_KERNELS_CHECK"]
+        else:
+            os.environ["SPEC_KERNELS_CHECK"] = before

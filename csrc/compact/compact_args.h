@@ -1,0 +1,167 @@
+// Validation shared by the CPU and CUDA registrations: tensors in, plain pointers and strides out.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "compact/compact.h"
+
+namespace spec_kernels {
+
+struct CompactArgs {
+  CompactIndices indices;
+  std::vector<MovedRows> moved;  // caches, then rows
+  int64_t num_caches;
+};
+
+namespace compact_detail {
+
+constexpr char kOp[] = "compact";
+
+inline std::string indexed(const char* name, int64_t i) {
+  return std::string(name) + "[" + std::to_string(i) + "]";
+}
+
+inline MovedRows moved_rows(const char* kind, int64_t i, const Tensor& t, const Tensor& like) {
+  check_same_device(kOp, indexed(kind, i).c_str(), t, like);
+  SK_CHECK(t.dim() >= 2, kOp, indexed(kind, i).c_str(), "at least 2 dimensions", shape_string(t));
+  int64_t row = t.numel() > 0;  // else the sizes may be anything, their product too
+  for (int64_t d = t.dim() - 1; d >= 2 && row > 0; --d) {
+    SK_CHECK(t.size(d) <= 1 || t.stride(d) == row, kOp, indexed(kind, i).c_str(), "contiguous rows",
+             "stride " + std::to_string(t.stride(d)) + " in dimension " + std::to_string(d));
+    row *= t.size(d);
+  }
+  const int64_t bytes = static_cast<int64_t>(t.element_size());
+  return {static_cast<char*>(t.data_ptr()),
+          t.size(0),
+          t.size(1),
+          t.stride(0) * bytes,
+          t.stride(1) * bytes,
+          row * bytes};
+}
+
+// By ascending address, so that each tensor meets only those whose span begins within its own.
+inline void check_apart(const std::vector<Tensor>& caches, const std::vector<Tensor>& rows,
+                        const Tensor& accept_index, const Tensor& num_accepted,
+                        const Tensor& context_lens, const Tensor& block_tables) {
+  struct Item {
+    Footprint footprint;
+    std::string name;
+    bool moved;
+  };
+  std::vector<Item> items;
+  items.reserve(caches.size() + rows.size() + 4);
+  const auto add = [&](const char* kind, const std::vector<Tensor>& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      items.push_back({Footprint(tensors[i]), indexed(kind, static_cast<int64_t>(i)), true});
+      check_elements_apart(kOp, items.back().name.c_str(), items.back().footprint);
+    }
+  };
+  add("caches", caches);
+  add("rows", rows);
+  items.push_back({Footprint(accept_index), "accept_index", false});
+  items.push_back({Footprint(num_accepted), "num_accepted", false});
+  items.push_back({Footprint(context_lens), "context_lens", false});
+  items.push_back({Footprint(block_tables), "block_tables", false});
+  std::vector<const Item*> order;
+  order.reserve(items.size());
+  for (const Item& item : items) {
+    if (item.footprint.bytes > 0) order.push_back(&item);
+  }
+  std::sort(order.begin(), order.end(),
+            [](const Item* x, const Item* y) { return x->footprint.begin < y->footprint.begin; });
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Footprint& f = order[i]->footprint;
+    const uintptr_t end = f.begin + static_cast<uintptr_t>(f.bytes);
+    for (size_t j = i + 1; j < order.size() && order[j]->footprint.begin < end; ++j) {
+      if (!order[i]->moved && !order[j]->moved) continue;
+      const bool first = order[i]->moved;
+      SK_CHECK(!may_overlap(f, order[j]->footprint), kOp, order[first ? i : j]->name.c_str(),
+               "memory apart from " + order[first ? j : i]->name, "an overlap");
+    }
+  }
+}
+
+}  // namespace compact_detail
+
+inline CompactArgs compact_args(const Tensor& accept_index, const Tensor& num_accepted,
+                                const Tensor& context_lens, const Tensor& block_tables,
+                                const std::vector<Tensor>& caches,
+                                const std::vector<Tensor>& rows) {
+  using namespace compact_detail;
+  const auto check_index = [&](const char* name, const Tensor& t,
+                               std::initializer_list<int64_t> shape) {
+    check_same_device(kOp, name, t, accept_index);
+    check_int(kOp, name, t);
+    check_shape(kOp, name, t, shape);
+  };
+  check_index("accept_index", accept_index, {-1, -1});
+  const int64_t batch = accept_index.size(0);
+  check_index("num_accepted", num_accepted, {batch});
+  check_index("context_lens", context_lens, {batch});
+  check_index("block_tables", block_tables, {batch, -1});
+
+  CompactArgs args{};
+  args.moved.reserve(caches.size() + rows.size());
+  args.num_caches = static_cast<int64_t>(caches.size());
+  for (int64_t i = 0; i < args.num_caches; ++i) {
+    args.moved.push_back(moved_rows("caches", i, caches[static_cast<size_t>(i)], accept_index));
+    SK_CHECK(args.moved.back().inner >= 1, kOp, indexed("caches", i).c_str(),
+             "a page size of at least 1", args.moved.back().inner);
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(rows.size()); ++i) {
+    args.moved.push_back(moved_rows("rows", i, rows[static_cast<size_t>(i)], accept_index));
+    SK_CHECK(args.moved.back().outer == batch, kOp, indexed("rows", i).c_str(),
+             std::to_string(batch) + " requests", args.moved.back().outer);
+  }
+  check_apart(caches, rows, accept_index, num_accepted, context_lens, block_tables);
+
+  args.indices = {IntView(accept_index),
+                  IntView(num_accepted),
+                  IntView(context_lens),
+                  IntView(block_tables),
+                  batch,
+                  accept_index.size(1),
+                  block_tables.size(1),
+                  accept_index.stride(0),
+                  accept_index.stride(1),
+                  num_accepted.stride(0),
+                  context_lens.stride(0),
+                  block_tables.stride(0),
+                  block_tables.stride(1)};
+  return args;
+}
+
+// The wording of a value out of range, one for every backend.
+
+[[noreturn]] inline void fail_count(int64_t b, int64_t num_columns, int64_t count) {
+  fail(compact_detail::kOp, compact_detail::indexed("num_accepted", b).c_str(),
+       "0 to " + std::to_string(num_columns - 1), count);
+}
+[[noreturn]] inline void fail_order(int64_t b, int64_t node) {
+  fail(compact_detail::kOp, compact_detail::indexed("accept_index", b).c_str(),
+       "strictly increasing nodes", node);
+}
+[[noreturn]] inline void fail_node(int64_t b, int64_t i, int64_t num_nodes, int64_t node) {
+  fail(compact_detail::kOp, compact_detail::indexed("accept_index", b).c_str(),
+       "nodes below " + std::to_string(num_nodes) + " (" + compact_detail::indexed("rows", i) + ")",
+       node);
+}
+[[noreturn]] inline void fail_position(int64_t i, int64_t num_columns, int64_t page_size,
+                                       int64_t position) {
+  fail(compact_detail::kOp, compact_detail::indexed("caches", i).c_str(),
+       "positions below " + std::to_string(num_columns) + " pages of " + std::to_string(page_size) +
+           " (block_tables)",
+       position);
+}
+[[noreturn]] inline void fail_page(int64_t i, int64_t num_pages, int64_t page) {
+  fail(
+      compact_detail::kOp, "block_tables",
+      "pages 0 to " + std::to_string(num_pages - 1) + " of " + compact_detail::indexed("caches", i),
+      page);
+}
+
+}  // namespace spec_kernels
