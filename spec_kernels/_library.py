@@ -36,6 +36,13 @@ SCHEMAS = {
     "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor? draft_probs, "
     "float typical_epsilon, float typical_delta, Tensor(a!) accept_index, "
     "Tensor(b!) num_accepted, Tensor(c!) out_tokens, Tensor(d!) status) -> ()",
+    "tree_verify_choices": "(Tensor tokens, Tensor first_child, Tensor next_sibling, "
+    "Tensor slots, Tensor choices, Tensor(a!) predictions, Tensor(b!) accept_index, "
+    "Tensor(c!) num_accepted, Tensor(d!) status) -> ()",
+    "tree_verify_coins": "(Tensor tokens, Tensor first_child, Tensor next_sibling, "
+    "Tensor slots, Tensor target_probs, Tensor? draft_probs, Tensor coins, Tensor final_coins, "
+    "float threshold_single, float threshold_acc, Tensor(a!) predictions, "
+    "Tensor(b!) accept_index, Tensor(c!) num_accepted, Tensor(d!) status) -> ()",
     "compact": "(Tensor accept_index, Tensor num_accepted, Tensor context_lens, "
     "Tensor block_tables, Tensor(a!)[] caches, Tensor(b!)[] rows) -> ()",
     "hidden_capture": "(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, "

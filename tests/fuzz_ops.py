@@ -236,6 +236,49 @@ def tree_verify(c: Case):
     ]
 
 
+def _flat(c: Case, batch: int, nodes: int, ids: int):
+    """Tree, slots and outputs of the ops that take the caller's choices or coins."""
+    slots = c.size(1, batch * nodes + 1, batch * nodes + 5)
+    tree = [
+        c.ints(0, ids, batch, nodes),
+        c.ints(-1, nodes, batch, nodes),
+        c.ints(-1, nodes, batch, nodes),
+        c.place(torch.arange(batch * nodes).view(batch, nodes).to(c.int_type())),
+    ]
+    outs = [
+        c.out(slots, dtype=c.int_type()),
+        c.out(batch, c.size(1, 2, nodes), dtype=c.int_type()),
+        c.out(batch, dtype=c.int_type()),
+        c.out(batch, dtype=c.int_type()),
+    ]
+    return tree, slots, outs
+
+
+def tree_verify_choices(c: Case):
+    tree, slots, outs = _flat(c, c.size(0, 1, 3), c.size(1, 2, 6, 40), 3)
+    return [*tree, c.ints(-1, 4, slots), *outs]
+
+
+def tree_verify_coins(c: Case):
+    batch, nodes, vocab = c.size(0, 1, 3), c.size(1, 2, 6, 40), c.size(1, 2, 33, 300)
+    tree, _, outs = _flat(c, batch, nodes, vocab + 1)
+
+    def probabilities():
+        logits = torch.randn(batch, nodes, vocab, generator=c.torch) * 3.0
+        return c.place(torch.softmax(logits, -1))
+
+    return [
+        *tree,
+        probabilities(),
+        c.random.choice((None, probabilities())),
+        c.place(torch.rand(batch, nodes, generator=c.torch)),
+        c.place(torch.rand(batch, generator=c.torch)),
+        c.random.choice((1.0, 0.5)),
+        c.random.choice((1.0, 0.5)),
+        *outs,
+    ]
+
+
 def compact(c: Case):
     batch, steps, page = c.size(0, 1, 3), c.size(1, 4), c.size(1, 3, 16)
     table, nodes = c.size(1, 8), c.size(4, 9)

@@ -278,4 +278,27 @@ struct MutableIntView {
   }
 };
 
+// Element (b, i) of a strided index tensor.
+struct IntMatrix {
+  IntView data;
+  int64_t row, column;
+
+  explicit IntMatrix(const Tensor& t)
+      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
+  SK_HOST_DEVICE int64_t operator()(int64_t b, int64_t i = 0) const {
+    return data[b * row + i * column];
+  }
+};
+
+struct MutableIntMatrix {
+  MutableIntView data;
+  int64_t row, column;
+
+  explicit MutableIntMatrix(const Tensor& t)
+      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
+  SK_HOST_DEVICE void set(int64_t b, int64_t i, int64_t value) const {
+    data.set(b * row + i * column, value);
+  }
+};
+
 }  // namespace spec_kernels

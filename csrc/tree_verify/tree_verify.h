@@ -30,8 +30,9 @@ namespace spec_kernels {
 // Twins of VerifyStatus in spec_kernels/ops/tree_verify/reference.py.
 enum VerifyStatus : int32_t {
   kNoToken = 1,  // a visited row is all NaN, -inf or masked: id 0 stands in, the walk ends
-  kBadLink =
-      2,  // a link on the walk points outside the tree, or a child does not come after its parent
+  // A link on the walk points outside the tree or to a node without a slot, or a child does not
+  // come after its parent.
+  kBadLink = 2,
   kSiblingCycle = 4,  // a list of siblings has more entries than the tree has nodes
   kBadParameter = 8,  // a sampling parameter out of range; on CPU it raises instead
   kBadDraft = 16,     // a visited row of draft_probs has an entry outside [0, 2): it counts as 0

@@ -23,25 +23,6 @@ constexpr int64_t kBlocksPerChunk = kChunk / kBlock;
 // Most nuclei are smaller than this, and cheap to find among the best values.
 constexpr int64_t kSmallNucleus = 128;
 
-// Element (b, i) of a strided index tensor.
-struct IntMatrix {
-  IntView data;
-  int64_t row, column;
-
-  explicit IntMatrix(const Tensor& t)
-      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
-  int64_t operator()(int64_t b, int64_t i = 0) const { return data[b * row + i * column]; }
-};
-
-struct MutableIntMatrix {
-  MutableIntView data;
-  int64_t row, column;
-
-  explicit MutableIntMatrix(const Tensor& t)
-      : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
-  void set(int64_t b, int64_t i, int64_t value) const { data.set(b * row + i * column, value); }
-};
-
 struct Parameters {
   float temperature = 0.0f;
   int64_t top_k = 0;

@@ -27,11 +27,20 @@ from spec_kernels.ops.tree_build import (
     tree_build,
     tree_from_paths,
 )
-from spec_kernels.ops.tree_verify import Purpose, Verified, VerifyStatus, tree_verify
+from spec_kernels.ops.tree_verify import (
+    FlatVerified,
+    Purpose,
+    Verified,
+    VerifyStatus,
+    tree_verify,
+    tree_verify_choices,
+    tree_verify_coins,
+)
 
 __all__ = [
     "ContextShard",
     "DraftTree",
+    "FlatVerified",
     "Purpose",
     "TreeStatus",
     "Verified",
@@ -56,4 +65,6 @@ __all__ = [
     "tree_build",
     "tree_from_paths",
     "tree_verify",
+    "tree_verify_choices",
+    "tree_verify_coins",
 ]

@@ -1,4 +1,17 @@
 from spec_kernels.ops.tree_verify.api import Verified, tree_verify
+from spec_kernels.ops.tree_verify.coins import (
+    FlatVerified,
+    tree_verify_choices,
+    tree_verify_coins,
+)
 from spec_kernels.ops.tree_verify.reference import Purpose, VerifyStatus
 
-__all__ = ["Purpose", "Verified", "VerifyStatus", "tree_verify"]
+__all__ = [
+    "FlatVerified",
+    "Purpose",
+    "Verified",
+    "VerifyStatus",
+    "tree_verify",
+    "tree_verify_choices",
+    "tree_verify_coins",
+]

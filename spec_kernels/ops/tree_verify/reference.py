@@ -22,7 +22,8 @@ class VerifyStatus(enum.IntFlag):
 
     # A visited row had no token to choose (all NaN, -inf or masked): id 0 stands in, the walk ends.
     NO_TOKEN = 1
-    # A link on the walk points outside the tree, or a child does not come after its parent.
+    # A link on the walk points outside the tree or to a node without a slot, or a child does not
+    # come after its parent.
     BAD_LINK = 2
     # A list of siblings has more entries than the tree has nodes.
     SIBLING_CYCLE = 4
@@ -211,7 +212,7 @@ def typical_limit(values, weights, temperature, epsilon, delta) -> float:
 # ---- The walk.
 
 
-def _children(node, first_child, next_sibling):
+def children_of(node, first_child, next_sibling):
     """The children of ``node`` in list order, and why the list ended, if by a fault."""
     found, child = [], first_child[node]
     while child != -1:
@@ -358,7 +359,7 @@ def tree_verify_reference(
             node, depth = path[-1], len(path) - 1
             children, list_status = [], VerifyStatus(0)
             if len(path) < accept_index.shape[1]:
-                children, list_status = _children(node, *(rows[b] for rows in links))
+                children, list_status = children_of(node, *(rows[b] for rows in links))
             here = _Node(
                 values_of(
                     logits[b, node],

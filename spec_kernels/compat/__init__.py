@@ -1,0 +1,1 @@
+"""Other packages' names and argument orders, mapped thinly onto our ops."""
