@@ -269,6 +269,10 @@ struct MutableIntView {
   explicit MutableIntView(const Tensor& t)
       : data(t.data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
 
+  SK_HOST_DEVICE bool holds(int64_t value) const {
+    return wide || value == static_cast<int32_t>(value);
+  }
+
   SK_HOST_DEVICE void set(int64_t i, int64_t value) const {
     if (wide) {
       static_cast<int64_t*>(data)[i] = value;

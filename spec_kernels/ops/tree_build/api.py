@@ -133,7 +133,8 @@ def tree_build(
 
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, or (on CPU) an id does not fit
-            the dtype of ``out.tokens``.
+            the dtype of ``out.tokens``; on CUDA such a candidate (or, for a root, the request) is
+            absent and ``status`` says so.
     """
     check_tensor(_OP, "scores", scores, (None, None), (torch.float32,))
     pool = scores.shape

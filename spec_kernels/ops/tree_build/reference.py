@@ -18,6 +18,8 @@ class TreeStatus(enum.IntFlag):
     BAD_PARENT = 1
     # A parent that is absent from the pool, or that scored too low to be kept.
     MISSING_PARENT = 2
+    # An id beyond the dtype of the tree's tokens, taken for absent. CUDA only: elsewhere an error.
+    BAD_TOKEN = 4
 
 
 def _build_one(scores, candidates, parent_slots, num_nodes):
