@@ -282,11 +282,12 @@ struct MutableIntView {
   }
 };
 
-// Element (b, i) of a strided index tensor.
+// Element (b, i) of a strided index tensor; of one that is not given, nothing may be read.
 struct IntMatrix {
   IntView data;
-  int64_t row, column;
+  int64_t row = 0, column = 0;
 
+  IntMatrix() = default;
   explicit IntMatrix(const Tensor& t)
       : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
   SK_HOST_DEVICE int64_t operator()(int64_t b, int64_t i = 0) const {
@@ -296,8 +297,9 @@ struct IntMatrix {
 
 struct MutableIntMatrix {
   MutableIntView data;
-  int64_t row, column;
+  int64_t row = 0, column = 0;
 
+  MutableIntMatrix() = default;
   explicit MutableIntMatrix(const Tensor& t)
       : data(t), row(t.stride(0)), column(t.dim() > 1 ? t.stride(1) : 0) {}
   SK_HOST_DEVICE void set(int64_t b, int64_t i, int64_t value) const {
