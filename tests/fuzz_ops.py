@@ -135,45 +135,58 @@ def tree_build(c: Case):
 
 
 def _attention(c: Case, mla: bool):
-    batch, rows, dtype = c.size(0, 1, 2), c.size(0, 1, 3, 8), c.float_type()
+    batch, rows = c.size(0, 1, 2), c.size(0, 1, 3, 8)
+    dtype = c.random.choice((torch.float32, torch.bfloat16, torch.float16))
+    cache_dtype = c.random.choice((dtype, dtype, torch.float8_e4m3fn))
     kv_heads, group = c.size(1, 2), c.size(1, 3)
     heads = kv_heads * group
     k_dim, v_dim = c.size(1, 8, 17, 64), c.size(1, 8, 24)
     page, table, words = c.size(1, 3, 16), c.size(1, 4, 9), c.size(1, 1, 2)
     pages = c.size(1, 12, 40)
-    room = page * table
+    num_shards = c.size(1, 1, 2, 8)
+    room = page * table * num_shards
     ancestors = torch.zeros(batch, rows, words, dtype=torch.int64)
     for b in range(batch):
         for n in range(rows):
             bits = c.random.getrandbits(min(n + 1, 30)) | 1 << n
             ancestors[b, n, 0] = bits if c.random.random() < 0.9 else 0
-    tail = [
+    indices = [
         c.ints(0, pages, batch, table),
         c.ints(0, max(1, room - 32), batch),
         c.place(ancestors.to(torch.int32)),
     ]
-    factors = [0.25, c.random.choice((0.0, 5.0)), c.size(0, 0, 1, 7), 0, 1, 1]
+
+    def scales(num):
+        return c.floats(num) if cache_dtype != dtype else None
+
+    factors = [
+        c.random.choice((None, c.floats(heads))),
+        0.25,
+        c.random.choice((0.0, 5.0)),
+        c.size(0, 0, 1, 7),
+        c.random.randrange(num_shards),
+        num_shards,
+        c.size(1, 3, 16),
+    ]
     if mla:
         rope = c.size(0, 1, 8)
         return [
             c.floats(batch, rows, heads, k_dim, dtype=dtype),
             c.floats(batch, rows, heads, rope, dtype=dtype),
-            c.floats(pages, page, k_dim + rope, dtype=dtype),
-            *tail,
-            None,
-            None,
+            c.floats(pages, page, k_dim + rope, dtype=cache_dtype),
+            *indices,
+            scales(1),
             *factors,
             c.out(batch, rows, heads, k_dim, dtype=dtype),
             c.out(batch, rows, heads, dtype=torch.float32),
         ]
     return [
         c.floats(batch, rows, heads, k_dim, dtype=dtype),
-        c.floats(pages, page, kv_heads, k_dim, dtype=dtype),
-        c.floats(pages, page, kv_heads, v_dim, dtype=dtype),
-        *tail,
-        None,
-        None,
-        None,
+        c.floats(pages, page, kv_heads, k_dim, dtype=cache_dtype),
+        c.floats(pages, page, kv_heads, v_dim, dtype=cache_dtype),
+        *indices,
+        scales(kv_heads),
+        scales(kv_heads),
         *factors,
         c.out(batch, rows, heads, v_dim, dtype=dtype),
         c.out(batch, rows, heads, dtype=torch.float32),

@@ -1,5 +1,8 @@
 // Attention of tree rows over a paged cache, in positions rather than cache slots.
 //
+// Of a context that ranks share, everything below concerns the part in this cache: its prefix
+// keys stand one after another, its local positions, and that is what a position means here.
+//
 // A row's path is its set ancestor bits in ascending order; the k-th path key stands at position
 // context + k, and a prefix key at its own index, so every row sees one contiguous range of
 // positions [first, last]. All arithmetic is laid out by absolute position: leaves of kLeafKeys
@@ -38,13 +41,31 @@ static inline int64_t attention_splits(int64_t context_len) {
   return context_len <= size ? 1 : (context_len - 1) / size + 1;
 }
 
+constexpr int64_t kMaxShards = 1024;
+constexpr int64_t kMaxShardRun = int64_t{1} << 31;
+
+// Twin of spec_kernels/ops/tree_attention/shards.py: position p of the prefix belongs to shard
+// (p / run) % num_shards; the tree's rows, and the sinks, to shard 0 alone.
+struct ContextShard {
+  int64_t index, num_shards, run;
+
+  bool holds_tree() const { return index == 0; }
+
+  // How many positions below `context` are the shard's.
+  int64_t local_length(int64_t context) const {
+    const int64_t period = run * num_shards;
+    const int64_t rest = context % period - index * run;
+    return context / period * run + (rest < 0 ? 0 : rest < run ? rest : run);
+  }
+};
+
 constexpr int kLeafKeys = 256;
 constexpr int kTileRows = 32;
 constexpr int kMaxJobRows = 512;
 constexpr int64_t kMaxHeadDim = 16384;
 
-// What multiplies bf16: fp32 FMA, AVX512-BF16 dot products, or AMX tiles. Chosen once for the
-// process, never by shape, since each has its own rounding. fp32 always takes kFma.
+// What multiplies bf16 queries: fp32 FMA, AVX512-BF16 dot products, or AMX tiles. Chosen once for
+// the process, never by shape, since each has its own rounding. fp32 and fp16 always take kFma.
 enum class Bf16Math { kFma, kDot, kAmx };
 
 struct TreeAttentionArgs {
@@ -65,7 +86,13 @@ struct TreeAttentionArgs {
   int64_t table_stride[2];
   int64_t page, k_dim, v_dim, num_heads, group;  // group: query heads that share a KV head
   float scale, logit_cap;
-  Float dtype;
+  // Of an fp8 cache, else null: what it holds times the scale of its KV head is the key (value).
+  const float* k_scale;
+  const float* v_scale;
+  int64_t k_scale_stride, v_scale_stride;
+  const float* sinks;  // of each query head, or null
+  int64_t sink_stride;
+  Float dtype, cache_dtype;  // the cache's: that of the queries, or fp8
 };
 
 // A present query row of the tree (all heads of it).
@@ -73,7 +100,7 @@ struct AttentionNode {
   int32_t row;          // n
   bool is_chain;        // the path is slots 0, 1, 2, ...
   int64_t path;         // where its slots begin in AttentionJob::slots; unused for a chain
-  int64_t first, last;  // visible positions
+  int64_t first, last;  // visible positions, first <= last
 };
 
 // One unit of work: some nodes of a request, one KV head, an aligned run of leaves. Chain nodes
@@ -113,7 +140,7 @@ static inline int64_t partial_floats(const TreeAttentionArgs& a, int64_t num_row
 
 static inline int64_t scratch_floats(const TreeAttentionArgs& a, int64_t num_rows,
                                      int64_t num_leaves) {
-  const int64_t pointers = 2 * kLeafKeys * 2;
+  const int64_t pointers = 3 * kLeafKeys * 2;
   const int64_t scores = kTileRows * (kLeafKeys + 16) * 2;
   const int64_t values = packed_columns(a) * (kLeafKeys + 1);
   return round_up(num_rows, kTileRows) * packed_units(a) + kLeafKeys * packed_units(a) + values +

@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kMaxWords = 32;
 // Tables and pages that are views may repeat for ever; no context is longer.
 constexpr int64_t kMaxPositions = int64_t{1} << 31;
+// A context that is refused later must not overflow before.
+constexpr int64_t kFarPosition = int64_t{1} << 62;
 // Multiply-adds below which waking other threads costs more than it brings (some ten microseconds
 // of work).
 constexpr double kSerialWork = 1.5e6;
@@ -63,7 +65,7 @@ struct Plan {
 };
 
 struct Request {
-  int64_t context;
+  int64_t context;  // prefix keys in this cache
   int64_t first_node, num_nodes, num_chain;
 };
 
@@ -74,6 +76,7 @@ struct Call {
   const int32_t* words;
   int64_t word_stride[3];
   int64_t num_batch, num_rows, num_kv_heads, num_words, num_pages, num_blocks, window;
+  ContextShard shard;
 };
 
 void check_page(const Call& c, int64_t b, int64_t block) {
@@ -96,10 +99,12 @@ void clear_row(const TreeAttentionArgs& a, int64_t b, int64_t n) {
 // Reads one request's words into nodes, chains first, and checks every value that its rows will
 // lead to.
 Request read_request(const Call& c, int64_t b, Plan& plan) {
-  Request request{c.context_lens.at(b), static_cast<int64_t>(plan.nodes.size()), 0, 0};
-  const int64_t context = request.context;
-  SK_CHECK(context >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0",
-           context);
+  const int64_t whole = c.context_lens.at(b);
+  SK_CHECK(whole >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0", whole);
+  const int64_t held = c.shard.local_length(whole);
+  const int64_t context = std::min(held, kFarPosition);
+  const bool holds_tree = c.shard.holds_tree();
+  Request request{context, static_cast<int64_t>(plan.nodes.size()), 0, 0};
   const int64_t capacity =
       c.num_blocks > kMaxPositions / c.args.page ? kMaxPositions : c.num_blocks * c.args.page;
   int64_t highest_bit = -1;
@@ -114,15 +119,21 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
         num_path += __builtin_popcount(word);
         highest = 32 * i + 31 - __builtin_clz(word);
       }
-      const bool is_chain = num_path == highest + 1;
+      // Without tree keys every path is one: its end is that of the prefix.
+      const bool is_chain = !holds_tree || num_path == highest + 1;
       if (num_path == 0 || is_chain != (pass == 0)) continue;
       highest_bit = std::max(highest_bit, highest);
       AttentionNode node{};
       node.row = static_cast<int32_t>(n);
       node.is_chain = is_chain;
-      // A context that is refused below must not overflow here.
-      node.last = std::min(context, kMaxPositions) + num_path - 1;
-      node.first = c.window > 0 ? std::max<int64_t>(0, node.last - c.window + 1) : 0;
+      node.last = context + (holds_tree ? num_path : 0) - 1;
+      if (c.window > 0) {
+        // The window is counted in positions of the whole context.
+        const int64_t start = std::min(whole, kFarPosition) + num_path - c.window;
+        node.first = start <= whole ? c.shard.local_length(std::max<int64_t>(0, start))
+                                    : context + start - whole;
+      }
+      if (node.first > node.last) continue;  // nothing in sight
       if (!is_chain) {
         node.path = static_cast<int64_t>(plan.slots.size());
         for (int64_t i = 0; i < c.num_words; ++i) {
@@ -139,12 +150,12 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
       if (is_chain) ++request.num_chain;
     }
   }
-  if (request.num_nodes == 0) return request;
-  SK_CHECK(context <= capacity - highest_bit - 1, c.op,
-           ("block_tables[" + std::to_string(b) + "]").c_str(),
-           "room for " + std::to_string(context) + " + " + std::to_string(highest_bit + 1) +
-               " positions",
+  if (highest_bit < 0) return request;
+  const int64_t num_slots = holds_tree ? highest_bit + 1 : 0;
+  SK_CHECK(held <= capacity - num_slots, c.op, ("block_tables[" + std::to_string(b) + "]").c_str(),
+           "room for " + std::to_string(held) + " + " + std::to_string(num_slots) + " positions",
            capacity);
+  if (request.num_nodes == 0) return request;
 
   AttentionNode* nodes = plan.nodes.data() + request.first_node;
   // A job's chain rows must see one gapless range between them.
@@ -253,7 +264,7 @@ void attend(const Call& c) {
         plan.present[plan.nodes[request.first_node + i].row] = true;
       for (int64_t n = 0; n < c.num_rows; ++n) {
         if (plan.present[n]) continue;
-        a.dtype == Float::kBf16 ? clear_row<uint16_t>(a, b, n) : clear_row<float>(a, b, n);
+        a.dtype == Float::kF32 ? clear_row<float>(a, b, n) : clear_row<uint16_t>(a, b, n);
       }
     }
     if (request.num_nodes == 0) continue;
@@ -330,12 +341,45 @@ void set_strides(const Tensor& t, int64_t (&stride)[3]) {
   for (int i = 0; i < 3; ++i) stride[i] = t.stride(i);
 }
 
+// What both forms take after their tensors.
+struct Options {
+  const std::optional<Tensor>& sinks;
+  double scale, logit_cap;
+  int64_t window;
+  ContextShard shard;
+};
+
+void check_cache(const char* op, const char* name, const Tensor& t, const Tensor& q) {
+  check_same_device(op, name, t, q);
+  const ScalarType s = t.scalar_type();
+  SK_CHECK(s == q.scalar_type() || s == ScalarType::Float8_e4m3fn, op, name,
+           std::string(torch::headeronly::toString(q.scalar_type())) + " or Float8_e4m3fn",
+           torch::headeronly::toString(s));
+}
+
+// [num] factors of what `cache` holds, which only fp8 has; returns null for the others.
+const float* check_scale(const char* op, const char* name, const std::optional<Tensor>& scale,
+                         const Tensor& cache, int64_t num, int64_t* stride) {
+  const bool wanted = cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  SK_CHECK(wanted == scale.has_value(), op, name,
+           wanted ? "a tensor for a cache of Float8_e4m3fn" : "None for a cache of its dtype",
+           wanted ? "None" : "a tensor");
+  if (!scale) return nullptr;
+  check_same_device(op, name, *scale, cache);
+  check_dtype(op, name, *scale, ScalarType::Float);
+  check_shape(op, name, *scale, {num});
+  *stride = scale->stride(0);
+  return static_cast<const float*>(scale->data_ptr());
+}
+
+const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+
 // The checks that both forms share. `q` gives the rows and heads; k_cache is [P, page, Hkv, Dk] or
 // [P, page, Dk].
 Call common_call(const char* op, const char* k_name, const Tensor& q, const Tensor& k_cache,
                  int64_t k_dim, int64_t v_dim, int64_t num_kv_heads, const Tensor& block_tables,
-                 const Tensor& context_lens, const Tensor& ancestors, double scale,
-                 double logit_cap, int64_t window, const Tensor& out, const Tensor& lse) {
+                 const Tensor& context_lens, const Tensor& ancestors, const Options& options,
+                 const Tensor& out, const Tensor& lse) {
   const int64_t num_batch = q.size(0), num_rows = q.size(1), num_heads = q.size(2);
   SK_CHECK(k_cache.size(1) >= 1, op, k_name, "a page size of at least 1", k_cache.size(1));
   SK_CHECK(num_heads == 0 || (num_kv_heads >= 1 && num_heads % num_kv_heads == 0), op, k_name,
@@ -354,8 +398,20 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_shape(op, "ancestors", ancestors, {num_batch, num_rows, -1});
   SK_CHECK(ancestors.size(2) <= kMaxWords, op, "ancestors", "at most 32 words a row",
            ancestors.size(2));
-  SK_CHECK(std::isfinite(scale), op, "scale", "a finite number", scale);
-  SK_CHECK(std::isfinite(logit_cap), op, "logit_cap", "a finite number", logit_cap);
+  SK_CHECK(std::isfinite(options.scale), op, "scale", "a finite number", options.scale);
+  SK_CHECK(std::isfinite(options.logit_cap), op, "logit_cap", "a finite number", options.logit_cap);
+  if (options.sinks) {
+    check_same_device(op, "sinks", *options.sinks, q);
+    check_dtype(op, "sinks", *options.sinks, ScalarType::Float);
+    check_shape(op, "sinks", *options.sinks, {num_heads});
+  }
+  const ContextShard& shard = options.shard;
+  SK_CHECK(shard.num_shards >= 1 && shard.num_shards <= kMaxShards, op, "num_shards",
+           "1 to " + std::to_string(kMaxShards), shard.num_shards);
+  SK_CHECK(shard.index >= 0 && shard.index < shard.num_shards, op, "shard_index",
+           "0 <= index < " + std::to_string(shard.num_shards), shard.index);
+  SK_CHECK(shard.run >= 1 && shard.run <= kMaxShardRun, op, "shard_run",
+           "1 to " + std::to_string(kMaxShardRun), shard.run);
   check_same_device(op, "out", out, q);
   check_dtype(op, "out", out, q.scalar_type());
   check_shape(op, "out", out, {num_batch, num_rows, num_heads, v_dim});
@@ -364,8 +420,8 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_dtype(op, "lse", lse, ScalarType::Float);
   check_shape(op, "lse", lse, {num_batch, num_rows, num_heads});
 
-  Call c{op, {}, IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0,
-         0,  0};
+  Call c{op, {},   IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0, 0,
+         0,  shard};
   TreeAttentionArgs& a = c.args;
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
@@ -379,9 +435,14 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   a.v_dim = v_dim;
   a.num_heads = num_heads;
   a.group = num_heads ? num_heads / num_kv_heads : 1;
-  a.scale = static_cast<float>(scale);
-  a.logit_cap = static_cast<float>(logit_cap);
+  a.scale = static_cast<float>(options.scale);
+  a.logit_cap = static_cast<float>(options.logit_cap);
+  if (options.sinks && shard.holds_tree()) {
+    a.sinks = static_cast<const float*>(options.sinks->data_ptr());
+    a.sink_stride = options.sinks->stride(0);
+  }
   a.dtype = float_kind(q.scalar_type());
+  a.cache_dtype = float_kind(k_cache.scalar_type());
   c.words = static_cast<const int32_t*>(ancestors.data_ptr());
   set_strides(ancestors, c.word_stride);
   c.num_batch = num_batch;
@@ -390,23 +451,15 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   c.num_words = ancestors.size(2);
   c.num_pages = k_cache.size(0);
   c.num_blocks = block_tables.size(1);
-  c.window = window;
+  c.window = options.window;
   return c;
 }
 
 void check_query(const char* op, const char* name, const Tensor& t) {
   check_cpu(op, name, t);
-  check_float(op, name, t);
+  check_any_float(op, name, t);
   check_shape(op, name, t, {-1, -1, -1, -1});
   check_last_dim(op, name, t);
-}
-
-void check_plain(const char* op, const std::optional<Tensor>& k_scale,
-                 const std::optional<Tensor>& v_scale, const std::optional<Tensor>& sinks,
-                 int64_t num_shards) {
-  SK_CHECK(!k_scale && !v_scale, op, "k_scale", "None in the CPU kernel", "a tensor");
-  SK_CHECK(!sinks, op, "sinks", "None in the CPU kernel", "a tensor");
-  SK_CHECK(num_shards == 1, op, "num_shards", "1 in the CPU kernel", num_shards);
 }
 
 void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables,
@@ -415,20 +468,22 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
                     double logit_cap, int64_t window, int64_t shard_index, int64_t num_shards,
                     int64_t shard_run, Tensor out, Tensor lse) {
   constexpr char kOp[] = "tree_attention";
-  check_plain(kOp, k_scale, v_scale, sinks, num_shards);
   check_query(kOp, "q", q);
   const int64_t k_dim = q.size(3);
-  check_same_device(kOp, "k_cache", k_cache, q);
-  check_dtype(kOp, "k_cache", k_cache, q.scalar_type());
+  check_cache(kOp, "k_cache", k_cache, q);
   check_shape(kOp, "k_cache", k_cache, {-1, -1, -1, k_dim});
   check_last_dim(kOp, "k_cache", k_cache);
   check_same_device(kOp, "v_cache", v_cache, q);
-  check_dtype(kOp, "v_cache", v_cache, q.scalar_type());
+  check_dtype(kOp, "v_cache", v_cache, k_cache.scalar_type());
   check_shape(kOp, "v_cache", v_cache, {k_cache.size(0), k_cache.size(1), k_cache.size(2), -1});
   check_last_dim(kOp, "v_cache", v_cache);
-  Call c = common_call(kOp, "k_cache", q, k_cache, k_dim, v_cache.size(3), k_cache.size(2),
-                       block_tables, context_lens, ancestors, scale, logit_cap, window, out, lse);
+  const int64_t num_kv_heads = k_cache.size(2);
+  const Options options{sinks, scale, logit_cap, window, {shard_index, num_shards, shard_run}};
+  Call c = common_call(kOp, "k_cache", q, k_cache, k_dim, v_cache.size(3), num_kv_heads,
+                       block_tables, context_lens, ancestors, options, out, lse);
   TreeAttentionArgs& a = c.args;
+  a.k_scale = check_scale(kOp, "k_scale", k_scale, k_cache, num_kv_heads, &a.k_scale_stride);
+  a.v_scale = check_scale(kOp, "v_scale", v_scale, v_cache, num_kv_heads, &a.v_scale_stride);
   a.q[0] = q.data_ptr();
   a.q_dim[0] = k_dim;
   set_strides(q, a.q_stride[0]);
@@ -440,7 +495,10 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
                        {"v_cache", &v_cache},
                        {"block_tables", &block_tables},
                        {"context_lens", &context_lens},
-                       {"ancestors", &ancestors}});
+                       {"ancestors", &ancestors},
+                       {"k_scale", given(k_scale)},
+                       {"v_scale", given(v_scale)},
+                       {"sinks", given(sinks)}});
   set_strides(k_cache, a.k_stride);
   set_strides(v_cache, a.v_stride);
   attend(c);
@@ -452,21 +510,21 @@ void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor blo
                         int64_t shard_index, int64_t num_shards, int64_t shard_run, Tensor out,
                         Tensor lse) {
   constexpr char kOp[] = "tree_attention_mla";
-  check_plain(kOp, cache_scale, {}, sinks, num_shards);
   check_query(kOp, "q_latent", q_latent);
   const int64_t rank = q_latent.size(3);
   check_query(kOp, "q_rope", q_rope);
   check_dtype(kOp, "q_rope", q_rope, q_latent.scalar_type());
   check_shape(kOp, "q_rope", q_rope, {q_latent.size(0), q_latent.size(1), q_latent.size(2), -1});
   const int64_t k_dim = rank + q_rope.size(3);
-  check_same_device(kOp, "cache", cache, q_latent);
-  check_dtype(kOp, "cache", cache, q_latent.scalar_type());
+  check_cache(kOp, "cache", cache, q_latent);
   check_shape(kOp, "cache", cache, {-1, -1, k_dim});
   check_last_dim(kOp, "cache", cache);
   SK_CHECK(rank >= 1, kOp, "q_latent", "at least one column", rank);
+  const Options options{sinks, scale, logit_cap, window, {shard_index, num_shards, shard_run}};
   Call c = common_call(kOp, "cache", q_latent, cache, k_dim, rank, 1, block_tables, context_lens,
-                       ancestors, scale, logit_cap, window, out, lse);
+                       ancestors, options, out, lse);
   TreeAttentionArgs& a = c.args;
+  a.k_scale = a.v_scale = check_scale(kOp, "cache_scale", cache_scale, cache, 1, &a.k_scale_stride);
   const Tensor* pieces[2] = {&q_latent, &q_rope};
   for (int i = 0; i < 2; ++i) {
     a.q[i] = pieces[i]->data_ptr();
@@ -480,7 +538,9 @@ void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor blo
                        {"cache", &cache},
                        {"block_tables", &block_tables},
                        {"context_lens", &context_lens},
-                       {"ancestors", &ancestors}});
+                       {"ancestors", &ancestors},
+                       {"cache_scale", given(cache_scale)},
+                       {"sinks", given(sinks)}});
   for (int i = 0; i < 2; ++i) a.k_stride[i] = a.v_stride[i] = cache.stride(i);
   attend(c);
 }

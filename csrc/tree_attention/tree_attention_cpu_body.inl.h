@@ -4,7 +4,9 @@
 // A leaf of keys is packed once and serves every row of the job. Keys are packed transposed, in
 // groups of 16: word u of group g holds unit u of its 16 keys, where a unit is one fp32, or a pair
 // of bf16 for the dot and AMX forms. Values are packed only where their form must change: to fp32
-// for bf16 under FMA, to pairs of keys for dot and AMX.
+// for anything narrower under FMA, to pairs of keys for dot and AMX. Packing is where every cache
+// type becomes one of these two, exactly: what follows knows no other. C is the cache's type, Q the
+// type of queries and outputs.
 namespace {
 
 #if SK_MATH == SK_MATH_FMA
@@ -29,18 +31,19 @@ struct Partial {
       : max(memory), sum(memory + round_up(num_rows, 16)), acc(sum + round_up(num_rows, 16)) {}
 };
 
-template <class T>
 struct Work {
   const TreeAttentionArgs& a;
   const AttentionJob& job;
   int64_t num_rows, key_units, key_words, columns;
-  uint32_t* q;     // [rows up to a multiple of 32][key_words]
-  uint32_t* keys;  // [16 groups][key_words][16]
+  float score_scale;  // of a product of a query and a key as it is stored
+  uint32_t* q;        // [rows up to a multiple of 32][key_words]
+  uint32_t* keys;     // [16 groups][key_words][16]
   uint32_t* values;
   float* scores;          // [kTileRows][kScoreStride]
   Weight* weights;        // [kTileRows][kWeightStride]; fp32 weights overwrite the scores
   const void** key_rows;  // [kLeafKeys], null where no row looks
   const void** value_rows;
+  const float** packed_rows;  // [kLeafKeys], rows of `values`; used under FMA
   float* levels;
   int tile_rows[2] = {-1, -1};  // rows for which the AMX tiles stand configured
 
@@ -48,7 +51,8 @@ struct Work {
       : a(args),
         job(the_job),
         num_rows(the_job.num_nodes * args.group),
-        columns(packed_columns(args)) {
+        columns(packed_columns(args)),
+        score_scale(args.scale * head_scale(args.k_scale, args.k_scale_stride, the_job.kv_head)) {
     key_units = SK_MATH == SK_MATH_FMA ? a.k_dim : (a.k_dim + 1) / 2;
     key_words = round_up(key_units, 16);
     float* at = scratch;
@@ -65,6 +69,9 @@ struct Work {
         reinterpret_cast<Weight*>(SK_MATH == SK_MATH_FMA ? scores : take(kTileRows * kScoreStride));
     key_rows = reinterpret_cast<const void**>(take(2 * kLeafKeys));
     value_rows = reinterpret_cast<const void**>(take(2 * kLeafKeys));
+    packed_rows = reinterpret_cast<const float**>(take(2 * kLeafKeys));
+    for (int64_t i = 0; i < kLeafKeys; ++i)
+      packed_rows[i] = reinterpret_cast<const float*>(values) + i * columns;
     levels = at;
   }
 
@@ -75,8 +82,8 @@ struct Work {
 
 // ---- packing
 
-template <class T>
-void pack_query(const Work<T>& w) {
+template <class Q>
+void pack_query(const Work& w) {
   const TreeAttentionArgs& a = w.a;
   for (int64_t r = 0; r < w.num_rows; ++r) {
     const int64_t head = w.job.kv_head * a.group + r % a.group;
@@ -84,32 +91,34 @@ void pack_query(const Work<T>& w) {
     std::memset(out, 0, static_cast<size_t>(w.key_words) * sizeof(uint32_t));
     int64_t at = 0;
     for (int piece = 0; piece < 2; ++piece) {
-      if (a.q_dim[piece] == 0) continue;
+      const int64_t num = a.q_dim[piece];
+      if (num == 0) continue;
       const int64_t* stride = a.q_stride[piece];
-      const T* in = static_cast<const T*>(a.q[piece]) + w.job.request * stride[0] +
+      const Q* in = static_cast<const Q*>(a.q[piece]) + w.job.request * stride[0] +
                     w.job.nodes[r / a.group].row * stride[1] + head * stride[2];
 #if SK_MATH == SK_MATH_FMA
-      for (int64_t i = 0; i < a.q_dim[piece]; ++i)
-        reinterpret_cast<float*>(out)[at + i] = to_float(in[i]);
+      float* to = reinterpret_cast<float*>(out) + at;
+      int64_t i = 0;
+      for (; i + 16 <= num; i += 16) store(to + i, load(in + i));
+      if (i < num) store_partial(to + i, load_partial(in + i, num - i), num - i);
 #else
-      std::memcpy(reinterpret_cast<T*>(out) + at, in,
-                  static_cast<size_t>(a.q_dim[piece]) * sizeof(T));
+      std::memcpy(reinterpret_cast<Q*>(out) + at, in, static_cast<size_t>(num) * sizeof(Q));
 #endif
-      at += a.q_dim[piece];
+      at += num;
     }
   }
 }
 
 // Points key_rows and value_rows of leaf positions [begin, end) at the cache. `node` gives the path
 // of positions from the context on; null means that tree slots stand in the order of positions.
-template <class T>
-void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
-             const AttentionNode* node) {
+void resolve(const Work& w, int64_t start, int64_t begin, int64_t end, const AttentionNode* node) {
   const TreeAttentionArgs& a = w.a;
   const AttentionJob& job = w.job;
   const int64_t table = job.request * a.table_stride[0];
-  const T* k = static_cast<const T*>(a.k) + job.kv_head * a.k_stride[2];
-  const T* v = static_cast<const T*>(a.v) + job.kv_head * a.v_stride[2];
+  const int64_t item = float_size(a.cache_dtype);
+  const char* k = static_cast<const char*>(a.k) + job.kv_head * a.k_stride[2] * item;
+  const char* v = static_cast<const char*>(a.v) + job.kv_head * a.v_stride[2] * item;
+  const int64_t k_step = a.k_stride[1] * item, v_step = a.v_stride[1] * item;
   const bool scattered = node && !node->is_chain;
   int64_t i = begin;
   while (i < end) {
@@ -127,10 +136,9 @@ void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
     const int64_t entry = table + logical / a.page * a.table_stride[1];
     const int64_t page = a.wide_tables ? static_cast<const int64_t*>(a.tables)[entry]
                                        : static_cast<const int32_t*>(a.tables)[entry];
-    const T* key = k + page * a.k_stride[0] + slot * a.k_stride[1];
-    const T* value = v + page * a.v_stride[0] + slot * a.v_stride[1];
-    for (const int64_t stop = i + run; i < stop;
-         ++i, key += a.k_stride[1], value += a.v_stride[1]) {
+    const char* key = k + page * a.k_stride[0] * item + slot * k_step;
+    const char* value = v + page * a.v_stride[0] * item + slot * v_step;
+    for (const int64_t stop = i + run; i < stop; ++i, key += k_step, value += v_step) {
       w.key_rows[i] = key;
       w.value_rows[i] = value;
     }
@@ -138,8 +146,7 @@ void resolve(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
 }
 
 // Nobody looks at leaf positions [begin, end): they are packed as zeros.
-template <class T>
-void resolve_none(const Work<T>& w, int64_t begin, int64_t end) {
+void resolve_none(const Work& w, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) w.key_rows[i] = w.value_rows[i] = nullptr;
 }
 
@@ -149,32 +156,56 @@ SK_INLINE bool all_point(const void* const* rows, int num) {
   return all;
 }
 
-// Words u .. u+15 of a row of `num` elements, zeros beyond its end.
-SK_INLINE void load_words(const float* in, int64_t u, int64_t num, uint32_t* out) {
-#if defined(__AVX512F__)
-  const __mmask16 inside = static_cast<__mmask16>(num - u >= 16 ? 0xffff : (1u << (num - u)) - 1);
-  _mm512_storeu_ps(out, _mm512_maskz_loadu_ps(inside, in + u));
-#else
-  std::memset(out, 0, 64);
-  std::memcpy(out, in + u, static_cast<size_t>(least(16, num - u)) * sizeof(float));
-#endif
-}
-
-SK_INLINE void load_words(const bf16* in, int64_t u, int64_t num, uint32_t* out) {
+// load_words: words u .. u+15 of a row of `num` elements, zeros beyond its end.
 #if SK_MATH == SK_MATH_FMA
+template <class C>
+SK_INLINE void load_words(const C* in, int64_t u, int64_t num, uint32_t* out) {
   const F32x16 v = num - u >= 16 ? load(in + u) : load_partial(in + u, num - u);
   std::memcpy(out, &v, 64);
+}
 #else
-  const __mmask32 inside = num - 2 * u >= 32 ? 0xffffffffu : (1u << (num - 2 * u)) - 1;
-  _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(inside, in + 2 * u));
-#endif
+// fp8 to bf16, exactly: the exponent's bias moves from 7 to 127, the eight subnormals are looked
+// up.
+SK_INLINE __m512i to_bf16_bits(__m256i fp8_bits) {
+  const __m512i x = _mm512_cvtepu8_epi16(fp8_bits);
+  const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+  const __m512i normal =
+      _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+  const __m512i subnormal = _mm512_castsi128_si512(
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  __m512i bits = _mm512_mask_permutexvar_epi16(
+      normal, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, subnormal);
+  bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epu16_mask(magnitude, _mm512_set1_epi16(0x7f)),
+                               _mm512_set1_epi16(0x7fc0));
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8);
+  return _mm512_or_si512(bits, sign);
 }
 
-template <class T>
-void pack_keys(const Work<T>& w, int64_t first_group, int64_t end_group) {
+// Thirty-two adjacent elements as bf16; with a mask, only those inside exist, the others are zero.
+SK_INLINE __m512i load_pairs(const bf16* in) { return _mm512_loadu_si512(in); }
+SK_INLINE __m512i load_pairs(const bf16* in, __mmask32 inside) {
+  return _mm512_maskz_loadu_epi16(inside, in);
+}
+SK_INLINE __m512i load_pairs(const fp8* in) {
+  return to_bf16_bits(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+}
+SK_INLINE __m512i load_pairs(const fp8* in, __mmask32 inside) {
+  return to_bf16_bits(_mm256_maskz_loadu_epi8(inside, in));
+}
+
+template <class C>
+SK_INLINE void load_words(const C* in, int64_t u, int64_t num, uint32_t* out) {
+  const int64_t rest = num - 2 * u;
+  _mm512_storeu_si512(
+      out, rest >= 32 ? load_pairs(in + 2 * u) : load_pairs(in + 2 * u, (1u << rest) - 1));
+}
+#endif
+
+template <class C>
+void pack_keys(const Work& w, int64_t first_group, int64_t end_group) {
   // Words that can be read in place: same units in memory, a whole block of 16 inside the row.
   const int64_t in_place =
-      sizeof(T) == 4 || SK_MATH != SK_MATH_FMA ? w.a.k_dim * sizeof(T) / 64 * 16 : 0;
+      sizeof(C) == (SK_MATH == SK_MATH_FMA ? 4 : 2) ? w.a.k_dim * sizeof(C) / 64 * 16 : 0;
   for (int64_t g = first_group; g < end_group; ++g) {
     const void* const* rows = w.key_rows + g * 16;
     uint32_t* out = w.keys + g * w.key_words * 16;
@@ -191,7 +222,7 @@ void pack_keys(const Work<T>& w, int64_t first_group, int64_t end_group) {
     for (; u < w.key_words; u += 16) {
       uint32_t words[16 * 16] = {};
       for (int i = 0; i < 16; ++i) {
-        if (rows[i]) load_words(static_cast<const T*>(rows[i]), u, w.a.k_dim, words + 16 * i);
+        if (rows[i]) load_words(static_cast<const C*>(rows[i]), u, w.a.k_dim, words + 16 * i);
       }
       transpose(Block{words}, out + u * 16);
     }
@@ -201,24 +232,17 @@ void pack_keys(const Work<T>& w, int64_t first_group, int64_t end_group) {
 // Values of leaf positions [begin, end), both multiples of kKeyStep; under FMA rows nobody sees are
 // never read.
 #if SK_MATH == SK_MATH_FMA
-void pack_values(const Work<float>&, int64_t, int64_t) {}
-
-void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
+template <class C>
+void pack_values(const Work& w, int64_t begin, int64_t end) {
+  if constexpr (sizeof(C) == sizeof(float)) return;  // read where they stand
   const int64_t full = w.a.v_dim / 16 * 16;
   for (int64_t i = begin; i < end; ++i) {
-    const bf16* in = static_cast<const bf16*>(w.value_rows[i]);
+    const C* in = static_cast<const C*>(w.value_rows[i]);
     if (!in) continue;
     float* out = reinterpret_cast<float*>(w.values) + i * w.columns;
     for (int64_t c = 0; c < full; c += 16) store(out + c, load(in + c));
     if (full < w.a.v_dim) store(out + full, load_partial(in + full, w.a.v_dim - full));
   }
-}
-
-SK_INLINE const float* value_row(const Work<float>& w, int64_t i) {
-  return static_cast<const float*>(w.value_rows[i]);
-}
-SK_INLINE const float* value_row(const Work<bf16>& w, int64_t i) {
-  return reinterpret_cast<const float*>(w.values) + i * w.columns;
 }
 #else
 // Tile of columns 16 t .. of the 32 keys from 32 s on, as words that each hold a pair of keys. The
@@ -231,45 +255,44 @@ SK_INLINE int64_t value_tile(int64_t s, int64_t t) { return t * kTileColumn + s 
 // Columns c .. c+31 of 32 keys; only those `inside` exist, and without kWhole a row may be null.
 // Loads that are masked out altogether still need a mapped address: at null each costs a trap into
 // microcode.
-template <bool kWhole>
+template <bool kWhole, class C>
 SK_INLINE void pack_value_block(const void* const* rows, int64_t c, __mmask32 inside,
                                 uint32_t* out) {
+  const auto row = [&](int i) {
+    if (kWhole) return load_pairs(static_cast<const C*>(rows[i]) + c);
+    return load_pairs(rows[i] ? static_cast<const C*>(rows[i]) + c : reinterpret_cast<C*>(out),
+                      rows[i] ? inside : 0);
+  };
   for (int i = 0; i < 32; i += 2, out += 16) {
-    const bf16* low =
-        rows[i] ? static_cast<const bf16*>(rows[i]) + c : reinterpret_cast<const bf16*>(out);
-    const bf16* high = rows[i + 1] ? static_cast<const bf16*>(rows[i + 1]) + c
-                                   : reinterpret_cast<const bf16*>(out);
-    const __m512i x =
-        kWhole ? _mm512_loadu_si512(low) : _mm512_maskz_loadu_epi16(rows[i] ? inside : 0, low);
-    const __m512i y = kWhole ? _mm512_loadu_si512(high)
-                             : _mm512_maskz_loadu_epi16(rows[i + 1] ? inside : 0, high);
+    const __m512i x = row(i), y = row(i + 1);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(x, y));
     _mm512_storeu_si512(out + kTileColumn, _mm512_unpackhi_epi16(x, y));
   }
 }
 
-void pack_values(const Work<bf16>& w, int64_t begin, int64_t end) {
+template <class C>
+void pack_values(const Work& w, int64_t begin, int64_t end) {
   const int64_t full = w.a.v_dim / 32 * 32;
   for (int64_t s = begin / 32; s < end / 32; ++s) {
     const void* const* rows = w.value_rows + s * 32;
     int64_t c = 0;
     if (all_point(rows, 32)) {
       for (; c < full; c += 32)
-        pack_value_block<true>(rows, c, 0xffffffffu, w.values + value_tile(s, c / 16));
+        pack_value_block<true, C>(rows, c, 0xffffffffu, w.values + value_tile(s, c / 16));
     }
     for (; c < w.columns; c += 32) {
       const __mmask32 inside = w.a.v_dim - c >= 32 ? 0xffffffffu : (1u << (w.a.v_dim - c)) - 1;
-      pack_value_block<false>(rows, c, inside, w.values + value_tile(s, c / 16));
+      pack_value_block<false, C>(rows, c, inside, w.values + value_tile(s, c / 16));
     }
   }
 }
 #endif
 
-template <class T>
-bool values_finite(const Work<T>& w, int64_t begin, int64_t end) {
+template <class C>
+bool values_finite(const Work& w, int64_t begin, int64_t end) {
   const int64_t full = w.a.v_dim / 16 * 16;
   for (int64_t i = begin; i < end; ++i) {
-    const T* in = static_cast<const T*>(w.value_rows[i]);
+    const C* in = static_cast<const C*>(w.value_rows[i]);
     F32x16 sum = {};
     for (int64_t c = 0; c < full; c += 16) {
       const F32x16 v = load(in + c);
@@ -290,8 +313,7 @@ bool values_finite(const Work<T>& w, int64_t begin, int64_t end) {
 
 // Tiles 0-3: results [row half][column half]; 4, 5: left operands of the row halves; 6, 7: right
 // operands.
-template <class T>
-void configure(Work<T>& w, int rows) {
+void configure(Work& w, int rows) {
   const int half[2] = {rows < 16 ? rows : 16, rows < 16 ? 0 : rows - 16};
   if (half[0] == w.tile_rows[0] && half[1] == w.tile_rows[1]) return;
   w.tile_rows[0] = half[0];
@@ -349,8 +371,7 @@ SK_INLINE void tile_product(const void* a, int64_t a_stride, const uint32_t* b0,
   if (lower && two) _tile_stored(3, c + 16 * c_stride + 16, c_stride * 4);
 }
 
-template <class T>
-void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t end_group) {
+void score_tile(Work& w, int64_t row, int rows, int64_t first_group, int64_t end_group) {
   configure(w, rows);
   for (int64_t g = first_group; g < end_group; g += 2) {
     const uint32_t* b = w.keys + g * w.key_words * 16;
@@ -359,8 +380,7 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
   }
 }
 
-template <class T>
-void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float* acc) {
+void value_tile_product(Work& w, int rows, int64_t begin, int64_t end, float* acc) {
   configure(w, rows);
   const int64_t s0 = begin / 32;
   const int64_t steps = (end + 31) / 32 - s0;
@@ -442,8 +462,7 @@ void score_block(const Broadcast* q, int64_t q_stride, const Broadcast* keys, in
   }
 }
 
-template <class T>
-void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t end_group) {
+void score_tile(Work& w, int64_t row, int rows, int64_t first_group, int64_t end_group) {
   const Broadcast* keys = reinterpret_cast<const Broadcast*>(w.keys);
   for (int r = 0; r < rows; r += kRows) {
     const Broadcast* q = reinterpret_cast<const Broadcast*>(w.q) + (row + r) * w.key_words;
@@ -462,13 +481,13 @@ void score_tile(Work<T>& w, int64_t row, int rows, int64_t first_group, int64_t 
 
 // acc[r][column ..] = sum over keys [begin, end), in ascending order, of weight[r][key] *
 // value[key][column ..]
-template <int kNum, int kVectors, bool kTail, class T>
-void value_block(const Work<T>& w, const float* weights, int64_t begin, int64_t end, int64_t column,
-                 float* acc) {
+template <int kNum, int kVectors, bool kTail>
+void value_block(const Work& w, const float* const* rows, const float* weights, int64_t begin,
+                 int64_t end, int64_t column, float* acc) {
   F32x16 sum[kNum][kVectors] = {};
   const int64_t rest = w.a.v_dim - column;
   for (int64_t i = begin; i < end; ++i) {
-    const float* value = value_row(w, i) + column;
+    const float* value = rows[i] + column;
     float tail[16] = {};
     if constexpr (kTail) {
       std::memcpy(tail, value, static_cast<size_t>(rest) * sizeof(float));
@@ -487,18 +506,21 @@ void value_block(const Work<T>& w, const float* weights, int64_t begin, int64_t 
   }
 }
 
-template <class T>
-void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float* acc) {
+void value_tile_product(Work& w, int rows, int64_t begin, int64_t end, float* acc) {
   const int64_t full = w.a.v_dim / 16 * 16;
+  const float* const* const values = w.a.cache_dtype == Float::kF32
+                                         ? reinterpret_cast<const float* const*>(w.value_rows)
+                                         : w.packed_rows;
   for (int r = 0; r < rows; r += kRows) {
     const float* weights = w.weights + r * kWeightStride;
     float* out = acc + r * w.columns;
     with_rows<kRows>(rows - r < kRows ? rows - r : kRows, [&](auto num) {
       constexpr int kNum = decltype(num)::value;
       cover<Vectors<kNum>::value>(0, full / 16, [&](int64_t v, auto vectors) {
-        value_block<kNum, decltype(vectors)::value, false>(w, weights, begin, end, v * 16, out);
+        value_block<kNum, decltype(vectors)::value, false>(w, values, weights, begin, end, v * 16,
+                                                           out);
       });
-      if (full < w.a.v_dim) value_block<kNum, 1, true>(w, weights, begin, end, full, out);
+      if (full < w.a.v_dim) value_block<kNum, 1, true>(w, values, weights, begin, end, full, out);
     });
   }
 }
@@ -506,7 +528,7 @@ void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float*
 #else
 
 template <int kNum, int kVectors>
-void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_t end, int64_t tile,
+void value_block(const Work& w, const bf16* weights, int64_t begin, int64_t end, int64_t tile,
                  float* acc) {
   F32x16 sum[kNum][kVectors] = {};
   for (int64_t i = begin; i < end; i += 2) {
@@ -525,8 +547,7 @@ void value_block(const Work<bf16>& w, const bf16* weights, int64_t begin, int64_
   }
 }
 
-template <class T>
-void value_tile_product(Work<T>& w, int rows, int64_t begin, int64_t end, float* acc) {
+void value_tile_product(Work& w, int rows, int64_t begin, int64_t end, float* acc) {
   const int64_t tiles = w.columns / 16;
   begin = begin / 2 * 2;
   end = round_up(end, 2);
@@ -559,16 +580,16 @@ SK_INLINE void store_weights(bf16* out, F32x16 p) {
 
 // Scores of leaf positions [begin, end), multiples of 16, to weights exp(score - max); only [first,
 // last) is visible. Lane i of the running sum takes the positions that are i modulo 16.
-SK_INLINE void softmax_row(const TreeAttentionArgs& a, float* scores, Weight* weights,
-                           int64_t begin, int64_t end, int64_t first, int64_t last, float* max_out,
+SK_INLINE void softmax_row(const Work& w, float* scores, Weight* weights, int64_t begin,
+                           int64_t end, int64_t first, int64_t last, float* max_out,
                            float* sum_out) {
   const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t seen_begin = first / 16 * 16;
   const int64_t seen_end = round_up(last, 16);
   F32x16 top = splat(-kInf);
   for (int64_t i = seen_begin; i < seen_end; i += 16) {
-    F32x16 s = load(scores + i) * a.scale;
-    if (a.logit_cap > 0) s = tanh(s / a.logit_cap) * a.logit_cap;
+    F32x16 s = load(scores + i) * w.score_scale;
+    if (w.a.logit_cap > 0) s = tanh(s / w.a.logit_cap) * w.a.logit_cap;
     if (i < first || i + 16 > last) {
       const I32x16 position = lane + static_cast<int32_t>(i);
       s = (position >= static_cast<int32_t>(first)) & (position < static_cast<int32_t>(last))
@@ -602,8 +623,7 @@ SK_INLINE int64_t clip(int64_t position, int64_t start) {
 }
 
 // Rows [row, end) against the packed leaf; what each sees is its own range, clipped to the leaf.
-template <class T>
-void attend_rows(Work<T>& w, int64_t start, int64_t row, int64_t end, const Partial& out) {
+void attend_rows(Work& w, int64_t start, int64_t row, int64_t end, const Partial& out) {
   const int64_t group = w.a.group;
   for (; row < end; row += kTileRows) {
     const int rows = static_cast<int>(least(kTileRows, end - row));
@@ -628,7 +648,7 @@ void attend_rows(Work<T>& w, int64_t start, int64_t row, int64_t end, const Part
     score_tile(w, row, rows, begin / 16, (stop + 15) / 16);
     const int64_t wide = kKeyStep > 16 ? kKeyStep : 16;
     for (int r = 0; r < rows; ++r) {
-      softmax_row(w.a, w.scores + r * kScoreStride, w.weights + r * kWeightStride,
+      softmax_row(w, w.scores + r * kScoreStride, w.weights + r * kWeightStride,
                   begin / wide * wide, round_up(stop, wide), first[r], last[r], out.max + row + r,
                   out.sum + row + r);
     }
@@ -636,29 +656,29 @@ void attend_rows(Work<T>& w, int64_t start, int64_t row, int64_t end, const Part
   }
 }
 
-template <class T>
-void pack(const Work<T>& w, int64_t begin, int64_t end) {
+template <class C>
+void pack(const Work& w, int64_t begin, int64_t end) {
   // Keys and values in turns: of a latent cache they are the same lines.
   for (int64_t i = begin / 32 * 32; i < end; i += 32) {
-    pack_keys(w, most(begin, i) / 16, (least(end, i + 32) + 15) / 16);
-    pack_values(w, kKeyStep == 32 ? i : most(begin, i),
-                kKeyStep == 32 ? i + 32 : least(end, i + 32));
+    pack_keys<C>(w, most(begin, i) / 16, (least(end, i + 32) + 15) / 16);
+    pack_values<C>(w, kKeyStep == 32 ? i : most(begin, i),
+                   kKeyStep == 32 ? i + 32 : least(end, i + 32));
   }
 }
 
 // Points at [begin, end) and packs it, with zeros around it up to whole groups.
-template <class T>
-void pack_range(const Work<T>& w, int64_t start, int64_t begin, int64_t end,
+template <class C>
+void pack_range(const Work& w, int64_t start, int64_t begin, int64_t end,
                 const AttentionNode* node) {
   const int64_t step = kKeyStep > 16 ? kKeyStep : 16;
   resolve_none(w, begin / step * step, begin);
   resolve(w, start, begin, end, node);
   resolve_none(w, end, round_up(end, step));
-  pack(w, begin, end);
+  pack<C>(w, begin, end);
 }
 
-template <class T>
-void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
+template <class C>
+void attend_leaf(Work& w, int64_t leaf, const Partial& out) {
   const AttentionJob& job = w.job;
   const int64_t group = w.a.group;
   const int64_t start = leaf * kLeafKeys;
@@ -677,15 +697,15 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
     if (n < num_shared) uniform = uniform && clip(job.nodes[n].last + 1, start) == end;
   }
   if (begin < end) {
-    pack_range(w, start, begin, end, nullptr);
+    pack_range<C>(w, start, begin, end, nullptr);
     // A weight of zero does not silence a NaN or an infinity. Where rows see different parts of a
     // leaf that holds one, each node gets a packing of its own, in which what it does not see is
     // zero.
-    if (!uniform && !values_finite(w, begin, end)) {
+    if (!uniform && !values_finite<C>(w, begin, end)) {
       for (int64_t n = 0; n < job.num_nodes; ++n) {
         const int64_t first = clip(job.nodes[n].first, start),
                       last = clip(job.nodes[n].last + 1, start);
-        if (first < last) pack_range(w, start, first, last, job.nodes + n);
+        if (first < last) pack_range<C>(w, start, first, last, job.nodes + n);
         attend_rows(w, start, n * group, (n + 1) * group, out);
       }
       return;
@@ -705,7 +725,7 @@ void attend_leaf(Work<T>& w, int64_t leaf, const Partial& out) {
                    first);
       resolve(w, start, first, last, &node);
       resolve_none(w, last, round_up(last, step));
-      pack(w, first, last);
+      pack<C>(w, first, last);
     }
     attend_rows(w, start, n * group, (n + 1) * group, out);
   }
@@ -738,21 +758,34 @@ SK_INLINE void merge_rows(int64_t num_rows, int64_t columns, const Partial& a, c
   }
 }
 
-// Divides by the sums and writes out and lse.
-template <class T>
+// e^(x - top), where top is the greater of two such x: 1 for it, infinities included.
+SK_INLINE float weight_of(float x, float top) { return x == top ? 1.0f : exp_one(x - top); }
+
+// Adds the sinks, divides by the sums and writes out and lse.
+template <class Q>
 void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& p) {
   const int64_t columns = packed_columns(a);
+  const float value_scale = head_scale(a.v_scale, a.v_scale_stride, job.kv_head);
   for (int64_t r = 0; r < job.num_nodes * a.group; ++r) {
     const int64_t row = job.nodes[r / a.group].row;
     const int64_t head = job.kv_head * a.group + r % a.group;
-    T* out = static_cast<T*>(a.out) + job.request * a.out_stride[0] + row * a.out_stride[1] +
+    Q* out = static_cast<Q*>(a.out) + job.request * a.out_stride[0] + row * a.out_stride[1] +
              head * a.out_stride[2];
     float* lse =
         a.lse + job.request * a.lse_stride[0] + row * a.lse_stride[1] + head * a.lse_stride[2];
     const float* acc = p.acc + r * columns;
     const bool empty = p.max[r] == -kInf;
-    *lse = empty ? -kInf : p.max[r] + __builtin_logf(p.sum[r]);
-    const F32x16 scale = splat(empty ? 0.0f : 1.0f / p.sum[r]);
+    float top = p.max[r], sum = empty ? 0.0f : p.sum[r], weight = 1.0f;
+    if (a.sinks) {
+      const float sink = a.sinks[head * a.sink_stride];
+      if (sink != -kInf) {
+        top = top != top || top > sink ? top : sink;  // NaN stays
+        weight = weight_of(p.max[r], top);
+        sum = sum * weight + weight_of(sink, top);
+      }
+    }
+    *lse = top == -kInf ? -kInf : top + __builtin_logf(sum);
+    const F32x16 scale = splat(empty ? 0.0f : value_scale * weight / sum);
     for (int64_t c = 0; c < a.v_dim; c += 32) {
       F32x16 x[2] = {{}, {}};
       if (!empty) {
@@ -784,14 +817,15 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
   }
 }
 
-template <class T>
-void run(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch, float* partial) {
-  Work<T> w(args, job, scratch);
-  pack_query(w);
+template <class Q, class C>
+void run_as(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch,
+            float* partial) {
+  Work w(args, job, scratch);
+  pack_query<Q>(w);
   int64_t depth = 0;
   for (int64_t i = 0; i < job.num_leaves; ++i) {
     const int64_t leaf = job.first_leaf + i;
-    attend_leaf(w, leaf, w.level(depth++));
+    attend_leaf<C>(w, leaf, w.level(depth++));
     for (int64_t bit = leaf; bit & 1; bit >>= 1) {
       if (depth < 2) break;
       --depth;
@@ -807,13 +841,19 @@ void run(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch,
     std::memcpy(partial, w.levels,
                 static_cast<size_t>(partial_floats(args, w.num_rows)) * sizeof(float));
   } else {
-    finish<T>(args, job, w.level(0));
+    finish<Q>(args, job, w.level(0));
   }
+}
+
+template <class Q>
+void run(const TreeAttentionArgs& args, const AttentionJob& job, float* scratch, float* partial) {
+  if (args.cache_dtype == Float::kF8) return run_as<Q, fp8>(args, job, scratch, partial);
+  run_as<Q, Q>(args, job, scratch, partial);
 }
 
 // Folds runs as `run` folds leaves, by absolute number: a window may let the first one be a
 // right-hand sibling.
-template <class T>
+template <class Q>
 void merge(const TreeAttentionArgs& args, const AttentionJob& first_job, float* partials,
            int64_t num_partials) {
   const int64_t num_rows = first_job.num_nodes * args.group;
@@ -833,7 +873,7 @@ void merge(const TreeAttentionArgs& args, const AttentionJob& first_job, float* 
     for (int64_t bit = first_run + i; (bit & 1) && depth > 1; bit >>= 1) merge_top();
   }
   while (depth > 1) merge_top();
-  finish<T>(args, first_job, Partial(args, num_rows, partials));
+  finish<Q>(args, first_job, Partial(args, num_rows, partials));
 }
 
 }  // namespace

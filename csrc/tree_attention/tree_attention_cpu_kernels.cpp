@@ -43,6 +43,13 @@ SK_INLINE F32x16 exp_weight(F32x16 x) {
 #endif
 }
 
+SK_INLINE float exp_one(float x) { return exp_weight(splat(x))[0]; }
+
+// What a KV head's cache is to be multiplied by.
+SK_INLINE float head_scale(const float* scales, int64_t stride, int64_t kv_head) {
+  return scales ? scales[kv_head * stride] : 1.0f;
+}
+
 // Near zero the continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))), which keeps the relative
 // error of small scores; elsewhere 1 - 2 / (e^2|x| + 1).
 SK_INLINE F32x16 tanh(F32x16 x) {
@@ -140,6 +147,7 @@ namespace amx_math {
 void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
                         float* scratch, float* partial) {
   if (args.dtype == Float::kF32) return fma_math::run<float>(args, job, scratch, partial);
+  if (args.dtype == Float::kF16) return fma_math::run<fp16>(args, job, scratch, partial);
 #if defined(SK_BF16_SETS)
   if (math == Bf16Math::kAmx) return amx_math::run<bf16>(args, job, scratch, partial);
   if (math == Bf16Math::kDot) return dot_math::run<bf16>(args, job, scratch, partial);
@@ -150,6 +158,7 @@ void tree_attention_run(const TreeAttentionArgs& args, const AttentionJob& job, 
 void tree_attention_merge(const TreeAttentionArgs& args, const AttentionJob& job, Bf16Math math,
                           float* partials, int64_t num_partials) {
   if (args.dtype == Float::kF32) return fma_math::merge<float>(args, job, partials, num_partials);
+  if (args.dtype == Float::kF16) return fma_math::merge<fp16>(args, job, partials, num_partials);
 #if defined(SK_BF16_SETS)
   if (math == Bf16Math::kAmx) return amx_math::merge<bf16>(args, job, partials, num_partials);
   if (math == Bf16Math::kDot) return dot_math::merge<bf16>(args, job, partials, num_partials);
