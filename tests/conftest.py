@@ -5,6 +5,10 @@ A suite whose op has more than the usual two names them in its ``BACKENDS``.
 
 import os
 
+# Threads that wait by spinning take minutes from a suite where other programs want the cores too.
+# OpenMP reads it when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from cuda_on_host import host_build
