@@ -472,11 +472,13 @@ def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.T
     op = "top_k_renorm_prob"
     k = _limits(op, "top_k", top_k, probs, torch.int64)
     vocab = probs.shape[1]
-    if _readable(k) and k.numel() and int(k.min()) < 1:
-        fail(op, "top_k", "at least 1", int(k.min()))
+    most = vocab
+    if _readable(k) and k.numel():
+        if int(k.min()) < 1:
+            fail(op, "top_k", "at least 1", int(k.min()))
+        most = min(int(k.max()), vocab)
     probs = probs.float()
-    best_first = probs.sort(-1, descending=True).values
-    least = best_first.gather(1, k.clamp(1, vocab) - 1)
+    least = probs.topk(most).values.gather(1, k.clamp(1, most) - 1)
     kept = torch.where(probs >= least, probs, 0.0)
     return torch.where(k < vocab, _renormalised(kept), probs)
 

@@ -728,6 +728,35 @@ def test_compiles_without_graph_breaks():
         assert x.equal(y)
 
 
+def on(device, arguments):
+    return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_give_what_cpu_tensors_give():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    calls = [(build_tree_kernel_efficient, build_arguments(mode)) for mode in (0, 1)]
+    calls.append((build_tree_kernel_efficient, build_arguments(2, dtype=torch.uint8)))
+    calls += [(function, {**verify_outputs(), **GOLDEN, **what}) for function, what in walks()]
+    for function, arguments in calls:
+        here, there = on("cpu", arguments), on("cuda", arguments)
+        function(**here)
+        function(**there)
+        for name, t in here.items():
+            if isinstance(t, torch.Tensor):
+                assert t.equal(there[name].cpu()), (function.__name__, name)
+    probs = torch.softmax(torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 3, -1)
+    for function, limit in (
+        (top_k_renorm_prob, 7),
+        (top_k_renorm_prob, torch.tensor([1, 7, 500])),
+        (top_p_renorm_prob, 0.8),
+        (top_p_renorm_prob, torch.tensor([0.1, 0.9, 1.0])),
+    ):
+        there = limit.cuda() if isinstance(limit, torch.Tensor) else limit
+        torch.testing.assert_close(function(probs.cuda(), there).cpu(), function(probs, limit))
+
+
 @pytest.mark.gpu
 def test_against_sgl_kernel():
     """The original on the same inputs, where it is installed and there is a GPU to run it."""

@@ -133,8 +133,8 @@ def tree_verify_coins(
 ) -> FlatVerified:
     """Target-only sampling along a tree, with the caller's probabilities and the caller's coins.
 
-    The coin of a node decides among its children, in list order: accepted is the first whose
-    probabilities so far, its own included, sum to more than ``coin * threshold_acc``, or whose own
+    The coin of a node decides among its children, in list order: accepted is the first by which the
+    sum of their probabilities, over ``threshold_acc``, exceeds the coin, or whose own probability
     is at least ``threshold_single``; never one of probability zero. If none is, the final coin of
     the request draws the last token from what is left: the target's row without the rejected
     children, less ``draft_probs`` where it is positive. With both thresholds 1, children that carry
@@ -144,8 +144,8 @@ def tree_verify_coins(
     A walk that fills ``out.accept_index`` draws its last token from the plain row. Should rounding
     leave nothing of a row it is drawn from the plain row too. Probabilities that are NaN or
     negative count as 0; a row without any positive one sets a bit in ``status``, and id 0 stands
-    in. Sums of probabilities are in fp32; the last token is drawn by integer weights, exactly as in
-    ``tree_verify``, so that all backends agree.
+    in. Probabilities are summed in fp32, in list order; the last token is drawn by integer weights,
+    whose sums have no order: all backends agree.
 
     Args:
         tokens, first_child, next_sibling, slots, out, backend: as in ``tree_verify_choices``. A
