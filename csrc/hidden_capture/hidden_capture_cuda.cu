@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kThreads) hidden_capture_kernel(HiddenCaptureA
     if (i < hidden) {
       float r = to_f32(residual[i]);
       if (x) {
-        put(residual + i, r + to_f32(x[t * a.x_stride + i]));
-        r = to_f32(residual[i]);
+        r += to_f32(x[t * a.x_stride + i]);
+        put(residual + i, r);
+        if (!mutant("hidden_capture_unrounded")) r = to_f32(residual[i]);
       }
       if (capture) put(capture + t * a.capture_stride + i, r);
       values[k] = r;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) hidden_capture_kernel(HiddenCaptureA
   SK_SHARED(float, partial, [kThreads / 32]);
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, mask);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-  __syncthreads();
+  if (!mutant("hidden_capture_barrier")) __syncthreads();
   float total = 0.0f;
   for (int w = 0; w < kThreads / 32; ++w) total += partial[w];
   const float scale = 1.0f / sqrtf(total / static_cast<float>(hidden) + a.eps);

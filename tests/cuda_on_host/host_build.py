@@ -31,7 +31,9 @@ OUT = ROOT / "build" / "cuda_on_host"
 BACKEND = "cuda_on_host"
 NAMESPACE = "spec_kernels_cuda_on_host"
 
+# Arrays that CUDA unrolls into registers look half set to g++, which does not unroll them.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
+WARNINGS += ("-Wno-maybe-uninitialized",)
 # Contraction would fuse products into sums that the sources name apart.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS)
 SANITIZERS = (
@@ -125,7 +127,8 @@ class Machine:
     def __init__(self, path: Path):
         self.definitions = _library.define_schemas(NAMESPACE)
         torch.ops.load_library(str(path))
-        self._configure = configure_of(ctypes.CDLL(str(path)))
+        self.library = ctypes.CDLL(str(path))
+        self._configure = configure_of(self.library)
         self.configure(int(os.environ.get("SIMT_SEED", "0")))
         common.EXTRA_BACKENDS[BACKEND] = NAMESPACE
 
@@ -134,7 +137,11 @@ class Machine:
         self._configure(seed, resident_blocks, 0)
 
 
-@functools.cache
-def load() -> Machine:
-    """Builds where needed, and registers; once a process."""
-    return Machine(build(cuda_sources()))
+_loaded: list[Machine] = []
+
+
+def load(*defines: str) -> Machine:
+    """Builds where needed, and registers, once a process: the first call's ``defines`` count."""
+    if not _loaded:
+        _loaded.append(Machine(build(cuda_sources(), *defines)))
+    return _loaded[0]

@@ -830,6 +830,19 @@ extern "C" __attribute__((visibility("default"))) void simt_configure(uint64_t s
   simt::configure(seed, resident, max_steps);
 }
 
+#if defined(SK_MUTANTS)
+namespace {
+std::string chosen_mutant;
+}
+namespace spec_kernels {
+bool mutant(const char* name);
+bool mutant(const char* name) { return chosen_mutant == name; }
+}  // namespace spec_kernels
+extern "C" __attribute__((visibility("default"))) void choose_mutant(const char* name) {
+  chosen_mutant = name;
+}
+#endif
+
 // The stream of the tensors' device; torch's own is looked up by name, and this one is nearer.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;

@@ -73,14 +73,15 @@ def test_case_07_rows_0_3_4_5_come_to_the_front_in_every_layer(backend, page_siz
 
 def test_case_05_padding_moves_nothing(backend):
     cache = torch.arange(24.0).view(6, 2, 2)
-    rows = torch.arange(12).view(3, 4)
+    rows = torch.arange(16).view(4, 4)
     before = cache.clone(), rows.clone()
-    # The padded request's numbers and pages would be refused if they were read.
+    # A padded request's numbers and pages would be refused if they were read; those of the last
+    # one would pass.
     compact(
-        ints([0, -1, -1], [0, 2, 7], [0, -1, -1]),
-        ints(0, 99, 0),
-        ints(1, -1, 0),
-        ints([0, 1], [10**9, -5], [-1, -1]),
+        ints([0, -1, -1], [0, 2, 7], [0, -1, -1], [0, 2, 3]),
+        ints(0, 99, 0, 2),
+        ints(1, -1, 0, -1),
+        ints([0, 1], [10**9, -5], [-1, -1], [2, 3]),
         [cache],
         [rows],
         backend=backend,

@@ -1,0 +1,99 @@
+"""Each mechanism of a CUDA kernel, broken on purpose, and the test that must notice.
+
+    python tests/cuda_on_host/mutants.py [MUTANT...]
+
+``mutant("name")`` in the sources says what breaks. One library holds all mutants; each is chosen in
+a fork of its own, for some of them crash. Prints one JSON object: mutant -> what pytest returned
+and printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent
+
+# Mutant: test of tests/ops/test_<op>.py (run with backend cuda_on_host), schedule.
+MUTANTS = {
+    "compact_any_order": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
+    "compact_any_page": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
+    "compact_barrier": ("compact", "test_case_07_rows_0_3_4_5_come_to_the_front_in_every_layer", 1),
+    "compact_descending": ("compact", "test_any_path_any_overlap", 0),
+    "compact_padding": ("compact", "test_case_05_padding_moves_nothing", 0),
+    "hidden_capture_barrier": ("hidden_capture", "test_rows_do_not_depend_on_each_other", 3),
+    "hidden_capture_unrounded": (
+        "hidden_capture",
+        "test_case_23_the_captured_stream_is_the_one_normalised",
+        0,
+    ),
+    "tree_build_absent": (
+        "tree_build",
+        "test_a_pool_smaller_than_the_tree_leaves_absent_nodes",
+        0,
+    ),
+    "tree_build_any_parent": (
+        "tree_build",
+        "test_case_02_malformed_parent_is_unlinked_and_harms_nobody_else",
+        0,
+    ),
+    "tree_build_barrier": ("tree_build", "test_case_03_visibility_is_right_beyond_one_word", 1),
+    "tree_build_inheritance": ("tree_build", "test_chain", 0),
+    "tree_build_links": ("tree_build", "test_static_tree_from_paths", 0),
+    "tree_build_order": ("tree_build", "test_ranks_by_score_then_lower_index", 0),
+    "tree_build_padding": ("tree_build", "test_chain_padded_at_its_end", 0),
+}
+
+
+def start(mutant: str, machine) -> tuple[int, Path]:
+    """Forks; the child runs the mutant's test and exits with what pytest returns."""
+    import pytest
+
+    log = Path(tempfile.mkstemp(prefix=f"{mutant}-")[1])
+    child = os.fork()
+    if child:
+        return child, log
+    output = os.open(log, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    op, name, seed = MUTANTS[mutant]
+    machine.library.choose_mutant(mutant.encode())
+    machine.configure(seed)
+    suite = TESTS / "ops" / f"test_{op}.py"
+    code = pytest.main(
+        [f"{suite}::{name}", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        + ["-k", "cuda_on_host", "--rootdir", str(TESTS.parent)]
+    )
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+def main() -> int:
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    # Nothing may run in this process before the forks: threads would be missing in them.
+    import hypothesis  # noqa: F401
+    from cuda_on_host import host_build
+
+    machine = host_build.load("SK_MUTANTS")
+    waiting = list(sys.argv[1:] or MUTANTS)
+    running: dict[int, tuple[str, Path]] = {}
+    outcomes = {}
+    while waiting or running:
+        while waiting and len(running) < 2:
+            mutant = waiting.pop(0)
+            child, log = start(mutant, machine)
+            running[child] = mutant, log
+        child, status = os.wait()
+        mutant, log = running.pop(child)
+        outcomes[mutant] = [os.waitstatus_to_exitcode(status), log.read_text()]
+        log.unlink()
+    print(json.dumps(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
