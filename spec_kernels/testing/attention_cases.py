@@ -227,13 +227,15 @@ def make(
     )
     for b, request in enumerate(paths):
         used = sorted({row for path in request for row in problem.seen(b, path)})
-        for row in used:
-            at = (int(tables[b, row // page]), row % page)
-            k[at] = torch.randn(kv_heads, k_dim, generator=generator)
-            if form == "gqa":
-                v[at] = torch.randn(kv_heads, v_dim, generator=generator)
-            if values is not None:
-                values(k[at], v[at], row)
+        places = torch.tensor(used, dtype=torch.int64)
+        at = tables[b].long()[places // page], places % page
+        k[at] = torch.randn(len(used), kv_heads, k_dim, generator=generator)
+        if form == "gqa":
+            v[at] = torch.randn(len(used), kv_heads, v_dim, generator=generator)
+        if values is not None:
+            for row in used:
+                where = int(tables[b, row // page]), row % page
+                values(k[where], v[where], row)
     k = k.to(cache_dtype)
     problem.k, problem.v = k, k[..., :v_dim] if form == "mla" else v.to(cache_dtype)
     if cache_dtype == FP8:

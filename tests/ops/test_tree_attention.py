@@ -14,20 +14,27 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from spec_kernels import (
+    ContextShard,
     _library,
     attention_split_size,
     attention_splits,
+    merge_states,
     tree_attention,
     tree_attention_mla,
 )
 from spec_kernels.ops.tree_attention import KEY_BLOCK, MAX_SPLITS
 from spec_kernels.testing.attention_cases import (
+    FP8,
     check,
+    exact,
     make,
     paths_of,
     random_paths,
+    shards_of,
     words_of,
 )
 from spec_kernels.testing.compare import assert_same_bits, poisoned
@@ -38,6 +45,17 @@ needs_kernel = pytest.mark.skipif(
 
 
 FORMS = pytest.mark.parametrize("form", ["gqa", "mla"])
+# Queries and cache: what the plain dtype fixture leaves out.
+NARROW = pytest.mark.parametrize(
+    "kinds",
+    [
+        (torch.float16, torch.float16),
+        (torch.float32, FP8),
+        (torch.bfloat16, FP8),
+        (torch.float16, FP8),
+    ],
+    ids=["fp16", "fp32-fp8", "bf16-fp8", "fp16-fp8"],
+)
 
 
 # --------------------------------------------------------------------------------------- values
@@ -57,6 +75,12 @@ SIZES = [
     (128, (200,), 16, 2, 1, 48, 33, "deep"),
     (200, (100, 13), 3, 2, 1, 16, 16, "chain"),
     (1024, (5,), 64, 1, 1, 16, 16, "bushy"),
+    (3, (70,), 64, 4, 2, 64, 64, "deep"),
+    (5, (33,), 256, 4, 1, 96, 80, "bushy"),
+    (7, (129,), 16, 2, 2, 128, 128, "deep"),
+    (9, (40,), 100, 4, 2, 192, 128, "chain"),
+    (6, (50,), 32, 2, 1, 256, 256, "deep"),
+    (10, (30,), 16, 4, 1, 320, 256, "deep"),
 ]
 
 
@@ -80,30 +104,77 @@ def test_matches_float64(form, size, dtype, backend):
     check(problem, backend)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_problems(seed, backend):
+@st.composite
+def problems(draw):
+    """Any sound call: tree, absent rows, table, lengths, dtypes, and every option."""
+    seed = draw(st.integers(0, 2**20))
     rng = random.Random(seed)
-    kv_heads = rng.choice([1, 2, 3])
-    k_dim = rng.choice([8, 16, 31, 64, 100])
-    nodes = rng.choice([1, 3, 7, 20, 50])
-    paths = [random_paths(nodes, rng, rng.choice(["chain", "bushy", "deep"])) for _ in range(2)]
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    k_dim = draw(st.sampled_from([8, 16, 31, 64, 100]))
+    nodes = draw(st.sampled_from([1, 3, 7, 20, 50]))
+    paths = [
+        random_paths(nodes, rng, draw(st.sampled_from(["chain", "bushy", "deep"])))
+        for _ in range(2)
+    ]
     for request in paths:
         for i in range(len(request)):
             if rng.random() < 0.2:
                 request[i] = []
-    problem = make(
-        rng.choice(["gqa", "mla"]),
-        rng.choice([torch.float32, torch.bfloat16]),
-        contexts=(rng.randrange(600), rng.randrange(40)),
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    num_shards = draw(st.sampled_from([1, 1, 2, 4]))
+    return make(
+        draw(st.sampled_from(["gqa", "mla"])),
+        dtype,
+        cache_dtype=draw(st.sampled_from([dtype, FP8])),
+        contexts=(draw(st.integers(0, 600)), draw(st.integers(0, 40))),
         paths=paths,
-        heads=kv_heads * rng.choice([1, 2, 5]),
+        heads=kv_heads * draw(st.sampled_from([1, 2, 5])),
         kv_heads=kv_heads,
         k_dim=k_dim,
-        v_dim=rng.randrange(1, k_dim + 1),
-        page=rng.choice([1, 2, 7, 16, 256]),
-        window=rng.choice([0, 0, 1, 2, 9, 300]),
-        logit_cap=rng.choice([0.0, 0.0, 3.0]),
+        v_dim=draw(st.integers(1, k_dim)),
+        page=draw(st.sampled_from([1, 2, 7, 16, 256])),
+        window=draw(st.sampled_from([0, 0, 1, 2, 9, 300])),
+        logit_cap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        with_sinks=draw(st.booleans()),
+        shard=ContextShard(
+            draw(st.integers(0, num_shards - 1)), num_shards, draw(st.sampled_from([1, 5, 64]))
+        ),
+        int_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         seed=seed,
+    )
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(problem=problems())
+def test_any_problem(backend, problem):
+    check(problem, backend)
+
+
+@pytest.mark.parametrize("page", [1, 2, 3, 7, 16, 64, 100, 256])
+@FORMS
+def test_any_page_size(form, page, backend):
+    check(make(form, contexts=(2 * page + 1, page, 0), page=page, num_nodes=6), backend)
+
+
+@FORMS
+@pytest.mark.parametrize("step", [64, 128, 2048, 8192, 32768])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_lengths_around_every_step_of_the_split_rule(form, step, offset, backend):
+    problem = make(
+        form,
+        contexts=(step + offset,),
+        num_nodes=3,
+        heads=1,
+        kv_heads=1,
+        k_dim=16,
+        v_dim=16,
+        page=64,
+        seed=step,
     )
     check(problem, backend)
 
@@ -148,6 +219,244 @@ def test_fewer_queries_than_tree_rows(form, dtype, backend):
 @pytest.mark.parametrize("logit_cap", [0.5, 30.0])
 def test_logit_cap(logit_cap, dtype, backend):
     check(make("gqa", dtype, contexts=(50,), logit_cap=logit_cap, scale=2.0), backend)
+
+
+# ------------------------------------------------------------------------------ sinks, fp8, fp16
+
+
+@FORMS
+@NARROW
+def test_narrow_types_match_float64(form, kinds, backend):
+    dtype, cache_dtype = kinds
+    for nodes, contexts, k_dim, v_dim, window in (
+        (7, (300, 0), 33, 17, 0),
+        (33, (15,), 64, 64, 0),
+        (4, (513,), 96, 48, 200),
+    ):
+        problem = make(
+            form,
+            dtype,
+            cache_dtype=cache_dtype,
+            contexts=contexts,
+            num_nodes=nodes,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            heads=6,
+            window=window,
+        )
+        check(problem, backend)
+
+
+@FORMS
+def test_case_19_fp8_equals_dequantise_then_attend(form, backend):
+    """K and V by different scales, each once; a latent row, which is both, by its one scale."""
+    stored = make(form, cache_dtype=FP8, contexts=(90, 3), num_nodes=5, heads=4)
+    assert not stored.k.isnan().all()
+    k = stored.k.float() * stored.k_scale.view(-1, 1)
+    v = stored.v.float() * stored.v_scale.view(-1, 1)
+    if form == "gqa":
+        assert (stored.k_scale != stored.v_scale).all()
+    plain = stored.replace(k=k, v=v, k_scale=None, v_scale=None)
+    for a, b in zip(stored.run(backend), plain.run(backend), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@FORMS
+def test_one_scale_serves_all_heads(form, backend):
+    problem = make(form, cache_dtype=FP8)
+    one = torch.tensor(0.5)
+    heads = problem.k.shape[2]
+    many = problem.replace(k_scale=one.repeat(heads), v_scale=one.repeat(heads))
+    for shape in ((), (1,)):
+        single = problem.replace(k_scale=one.view(shape), v_scale=one.view(shape))
+        for a, b in zip(single.run(backend), many.run(backend), strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [256, 250])
+def test_every_fp8_value_arrives_exactly(dtype, columns, backend):
+    """Alone in sight, a value has weight one: it comes out as it is stored, NaN included."""
+    codes = torch.arange(columns, dtype=torch.uint8)
+    values = codes.view(FP8)[None, None, None]  # [1 page, 1 slot, 1 head, columns]
+    keys = torch.zeros(1, 1, 1, 8).to(FP8)
+    one = torch.ones(1)
+    out, lse = tree_attention(
+        torch.ones(1, 1, 1, 8, dtype=dtype),
+        keys,
+        values,
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.ones(1, 1, 1, dtype=torch.int32),
+        k_scale=one,
+        v_scale=one,
+        backend=backend,
+    )
+    right = values.float()[0, 0, 0]
+    torch.testing.assert_close(out[0, 0, 0].float(), right, rtol=0, atol=0, equal_nan=True)
+    assert lse.item() == 0.0
+
+
+@pytest.mark.parametrize("code", range(0, 256, 5))
+def test_every_fp8_key_arrives_exactly(code, backend):
+    """One key of a single non-zero column: the log-sum-exp is its value."""
+    keys = torch.zeros(1, 1, 1, 40, dtype=torch.uint8)
+    keys[..., 37] = code
+    keys = keys.view(FP8)
+    one = torch.ones(1)
+    words = torch.ones(1, 1, 1, dtype=torch.int32)
+    q = torch.ones(1, 1, 1, 40, dtype=torch.bfloat16)
+    tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    call = (q, keys, keys[..., :1], tables, lens, words)
+    _, lse = tree_attention(*call, scale=1.0, k_scale=one, v_scale=one, backend=backend)
+    right = keys.float()[0, 0, 0, 37]
+    torch.testing.assert_close(lse[0, 0, 0], right, rtol=0, atol=0, equal_nan=True)
+
+
+@FORMS
+def test_sinks_are_one_more_column_without_a_value(form, dtype, backend):
+    problem = make(form, dtype, contexts=(40, 300), num_nodes=5, with_sinks=True, window=30)
+    check(problem, backend)  # whose right values come from that column
+    out, lse = problem.run(backend)
+    bare, bare_lse = problem.replace(sinks=None).run(backend)
+    total = torch.logaddexp(bare_lse, problem.sinks)
+    share = torch.exp(bare_lse - total).unsqueeze(-1)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(lse, total)
+    torch.testing.assert_close(out.float(), bare.float() * share, atol=tolerance, rtol=tolerance)
+
+
+def test_extreme_sinks(backend):
+    problem = make(contexts=(40,), heads=4)
+    bare, bare_lse = problem.run(backend)
+    sinks = torch.tensor([-math.inf, -1e5, 1e5, 3e38])
+    out, lse = problem.replace(sinks=sinks).run(backend)
+    for a, b in ((out, bare), (lse, bare_lse)):
+        torch.testing.assert_close(a[:, :, :2], b[:, :, :2])
+    assert (out[:, :, 2:] == 0).all() and (lse[:, :, 2:] == sinks[2:]).all()
+
+
+def test_sinks_leave_absent_rows_absent(backend):
+    problem = make(contexts=(40,), paths=[[[0], [], [0, 2]]], with_sinks=True)
+    out, lse = problem.run(backend)
+    assert (out[0, 1] == 0).all() and (lse[0, 1] == -math.inf).all()
+
+
+def test_sinks_may_be_strided(backend):
+    problem = make(with_sinks=True)
+    wide = torch.stack((problem.sinks, torch.full((4,), math.nan)), 1)
+    for a, b in zip(
+        problem.run(backend), problem.replace(sinks=wide[:, 0]).run(backend), strict=True
+    ):
+        assert_same_bits(a, b)
+
+
+# ---------------------------------------------------------------------------------------- shards
+
+
+def merged(parts, backend):
+    states = [part.run(backend) for part in parts]
+    return merge_states(*(torch.stack(t) for t in zip(*states, strict=True)))
+
+
+@FORMS
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("run", [1, 3, 16, 64])
+@pytest.mark.parametrize("window", [0, 50])
+def test_merged_shards_equal_the_whole(form, num_shards, run, window, backend):
+    whole = make(form, contexts=(170, 3, 0), num_nodes=6, with_sinks=True, window=window)
+    out, lse = merged(shards_of(whole, num_shards, run), backend)
+    right, right_lse = exact(whole)
+    torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), right_lse, atol=1e-5, rtol=1e-5)
+
+
+@FORMS
+def test_a_shard_matches_float64(form, dtype, backend):
+    whole = make(form, dtype, contexts=(300, 41), num_nodes=7, logit_cap=3.0, with_sinks=True)
+    for part in shards_of(whole, 3, 10):
+        check(part, backend)
+
+
+def test_shards_of_an_fp8_cache(backend):
+    whole = make("gqa", torch.bfloat16, cache_dtype=FP8, contexts=(100,), num_nodes=3)
+    out, lse = merged(shards_of(whole, 4, 16), backend)
+    right, right_lse = exact(whole)
+    torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-3, rtol=2e-3)
+
+
+@FORMS
+def test_empty_shards_are_harmless(form, dtype, backend):
+    """Shards 1 to 7 hold nothing of a short context: they change no bit of shard 0's result."""
+    whole = make(form, dtype, contexts=(3, 0), num_nodes=4, with_sinks=True)
+    first, *others = shards_of(whole, 8, 16)
+    states = [first.run(backend)]
+    for part in others:
+        unread = part.replace(
+            q=torch.full_like(part.q, math.nan), tables=torch.full_like(part.tables, -9)
+        )
+        states.append(unread.run(backend))
+        assert (states[-1][0] == 0).all() and (states[-1][1] == -math.inf).all()
+    result = merge_states(*(torch.stack(t) for t in zip(*states, strict=True)))
+    for a, b in zip(result, states[0], strict=True):
+        assert_same_bits(a, b)
+
+
+@needs_kernel
+@FORMS
+def test_a_part_has_the_same_bits_alone_and_in_company(form, dtype):
+    whole = make(form, dtype, contexts=(700, 90), num_nodes=12, heads=6)
+    for part in shards_of(whole, 2, 64):
+        out, lse = part.run("cpu")
+        for b, n in ((0, 3), (0, 11), (1, 7)):
+            alone, alone_lse = part.rows(slice(b, b + 1), slice(n, n + 1)).run("cpu")
+            assert_same_bits(alone[0, 0], out[b, n])
+            assert_same_bits(alone_lse[0, 0], lse[b, n])
+
+
+def test_the_rule_of_shards():
+    for num_shards, run in ((1, 1), (2, 1), (3, 4), (8, 16)):
+        shards = [ContextShard(i, num_shards, run) for i in range(num_shards)]
+        for length in (*range(0, 40), 127, 128, 1000):
+            held = [s.local_positions(length) for s in shards]
+            assert sorted(p for own in held for p in own) == list(range(length))
+            for shard, own in zip(shards, held, strict=True):
+                assert len(own) == shard.local_length(length)
+                assert own == [p for p in range(length) if p // run % num_shards == shard.index]
+                assert [shard.local_position(p) for p in own] == list(range(len(own)))
+                assert all(shard.holds(p) for p in own)
+        lengths = torch.arange(300)
+        for shard in shards:
+            right = [shard.local_length(n) for n in range(300)]
+            assert shard.local_length(lengths).tolist() == right
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("num_shards", (0, 0, 1)),
+        ("num_shards", (0, 1025, 1)),
+        ("index", (2, 2, 1)),
+        ("index", (-1, 2, 1)),
+        ("run", (0, 2, 0)),
+        ("run", (0, 2, 2**31 + 1)),
+    ],
+)
+def test_bad_shards(name, values):
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        ContextShard(*values)
+    raw = {"index": "shard_index", "run": "shard_run"}.get(name, name)
+    args = list(make().args())
+    args[-5:-2] = values
+    with pytest.raises((RuntimeError, ValueError), match=f"tree_attention: {raw}: expected"):
+        torch.ops.spec_kernels.tree_attention.default(*args)
+
+
+def test_a_shard_is_a_context_shard(backend):
+    for choice in (backend, None):
+        with pytest.raises(ValueError, match="tree_attention: shard: expected a ContextShard"):
+            make().run(choice, shard=(0, 2, 1))
 
 
 # ------------------------------------------------------------------------------- reported faults
@@ -352,15 +661,35 @@ def test_verifying_a_path_gives_the_bits_of_decoding_it(form, context, window, d
 
     Decoding commits the path's keys one by one; verifying finds them scattered over the tree.
     """
+    options = dict(contexts=(context,), num_nodes=24, shape="deep", window=window, seed=context)
+    check_decoding_bits(make(form, dtype, **options))
+
+
+@needs_kernel
+@FORMS
+@NARROW
+@pytest.mark.parametrize("context, window", [(15, 0), (253, 100), (508, 0)])
+def test_narrow_caches_and_sinks_keep_the_bits_too(form, context, window, kinds):
     tree = make(
-        form, dtype, contexts=(context,), num_nodes=24, shape="deep", window=window, seed=context
+        form,
+        kinds[0],
+        cache_dtype=kinds[1],
+        contexts=(context,),
+        num_nodes=24,
+        window=window,
+        with_sinks=True,
     )
+    check_decoding_bits(tree)
+
+
+def check_decoding_bits(tree) -> None:
+    context = int(tree.context[0])
     out, lse = tree.run("cpu")
     paths = paths_of(tree.ancestors[0])
     longest = max(paths, key=len)
     page = tree.k.shape[1]
     k = torch.full_like(tree.k, math.nan)
-    v = k[..., : tree.v.shape[-1]] if form == "mla" else torch.full_like(tree.v, math.nan)
+    v = k[..., : tree.v.shape[-1]] if tree.form == "mla" else torch.full_like(tree.v, math.nan)
 
     def put(target_row, source_row):
         to = int(tree.tables[0, target_row // page]), target_row % page
@@ -407,7 +736,13 @@ def test_the_number_of_threads_does_not_show(form, contexts, window, dtype):
 
 def check_this_instruction_set() -> None:
     for form in ("gqa", "mla"):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, cache_dtype in (
+            (torch.float32, None),
+            (torch.bfloat16, None),
+            (torch.float16, None),
+            (torch.bfloat16, FP8),
+            (torch.float16, FP8),
+        ):
             for nodes, contexts, k_dim, v_dim in (
                 (7, (300, 0), 33, 17),
                 (33, (15,), 64, 64),
@@ -416,6 +751,7 @@ def check_this_instruction_set() -> None:
                 problem = make(
                     form,
                     dtype,
+                    cache_dtype=cache_dtype,
                     contexts=contexts,
                     num_nodes=nodes,
                     k_dim=k_dim,
@@ -423,6 +759,7 @@ def check_this_instruction_set() -> None:
                     heads=6,
                     logit_cap=4.0,
                     window=200,
+                    with_sinks=True,
                 )
                 check(problem, "cpu")
             test_verifying_a_path_gives_the_bits_of_decoding_it(form, 250, 0, dtype)
@@ -454,15 +791,23 @@ def test_every_instruction_set(isa):
 
 
 @FORMS
-def test_opcheck(form):
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8], ids=["fp32", "fp8"])
+def test_opcheck(form, cache_dtype):
     op = getattr(torch.ops.spec_kernels, "tree_attention" + ("" if form == "gqa" else "_mla"))
-    problem = make(form, contexts=(40, 3))
-    problem.k.nan_to_num_(0.0)
-    if form == "gqa":
-        problem.v.nan_to_num_(0.0)
+    problem = make(form, contexts=(40, 3), cache_dtype=cache_dtype, with_sinks=True)
+    for cache in (problem.k, problem.v):  # opcheck takes a NaN for a change
+        cache.copy_(cache.float().nan_to_num(0.0))
     args = list(problem.args())
     args[-2:] = (t.zero_() for t in args[-2:])
-    torch.library.opcheck(op.default, tuple(args))
+    checks = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
+    # torch cannot compare fp8 tensors, by which it tells whether an input was changed.
+    checks = checks[cache_dtype == FP8 :]
+    torch.library.opcheck(op.default, tuple(args), test_utils=checks)
 
 
 @FORMS
@@ -474,6 +819,16 @@ def test_compiles_without_a_break(form):
     )
     for a, b in zip(compiled(*problem.inputs()), problem.run(), strict=True):
         assert_same_bits(a, b)
+
+
+@FORMS
+def test_the_reference_waits_for_no_device(form):
+    """Meta tensors, which have no values, stand for a device's: asking for one would raise."""
+    problem = make(form, contexts=(40, 3), cache_dtype=FP8, with_sinks=True, window=9)
+    out, lse = problem.to("meta").run("reference")
+    assert out.device.type == lse.device.type == "meta" and out.shape == (2, 4, 4, 32)
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        bool((problem.to("meta").context < 0).any())
 
 
 def test_outputs_are_allocated_when_not_given(backend):
@@ -538,6 +893,16 @@ def bad_inputs():
     yield "ancestors", lambda p: dict(ancestors=p.ancestors.repeat(1, 1, 33))
     yield "scale", lambda p: dict(scale=math.nan)
     yield "logit_cap", lambda p: dict(logit_cap=math.inf)
+    yield "k_scale", lambda p: dict(k=p.k.to(FP8), v=p.v.to(FP8), v_scale=torch.ones(2))
+    yield "v_scale", lambda p: dict(k=p.k.to(FP8), v=p.v.to(FP8), k_scale=torch.ones(2))
+    yield "k_scale", lambda p: fp8_with(p, torch.ones(3))
+    yield "k_scale", lambda p: fp8_with(p, torch.ones(2).double())
+    yield "k_scale", lambda p: dict(k_scale=torch.ones(2))
+    yield "v_scale", lambda p: dict(v_scale=torch.ones(2))
+    yield "v_cache", lambda p: fp8_with(p, torch.ones(2)) | dict(v=p.v)
+    yield "k_cache", lambda p: dict(k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2))
+    yield "sinks", lambda p: dict(sinks=torch.ones(3))
+    yield "sinks", lambda p: dict(sinks=torch.ones(4).half())
     yield r"context_lens\[1\]", lambda p: dict(context=torch.tensor([40, -1]))
     for length in (10**6, (1 << 63) - 1):
         yield r"block_tables\[0\]", lambda p, n=length: dict(context=torch.tensor([n, 3]))
@@ -545,6 +910,11 @@ def bad_inputs():
     yield r"block_tables\[1\]", lambda p: dict(ancestors=with_far_bit(p.ancestors))
     for page in (-1, 1 << 40, -(1 << 40)):
         yield r"block_tables\[0, 1\]", lambda p, x=page: dict(tables=one_bad(p, x))
+
+
+def fp8_with(problem, k_scale):
+    right = torch.ones(2)
+    return dict(k=problem.k.to(FP8), v=problem.v.to(FP8), k_scale=k_scale, v_scale=right)
 
 
 def one_bad(problem, page):
@@ -574,7 +944,7 @@ def test_the_raw_op_is_safe_by_itself(case):
     argument, change = case
     problem = make(contexts=(40, 3), num_nodes=4)
     bad = problem.replace(**change(problem))
-    args = problem.args() if bad.q.dim() != 4 else bad.args()
+    args = (problem if bad.q.dim() != 4 else bad).args()
     outputs = args[-2:]
     args = (*bad.inputs(), *args[len(bad.inputs()) : -2])
     with pytest.raises(RuntimeError, match=f"spec_kernels::tree_attention: {argument}: expected"):
@@ -588,6 +958,7 @@ def test_the_raw_op_is_safe_by_itself(case):
         ("cache", lambda p: (*p[:2], p[2][..., :-1].contiguous(), *p[3:])),
         ("cache", lambda p: (*p[:2], p[2].double(), *p[3:])),
         ("q_latent", lambda p: (p[0][0], *p[1:])),
+        ("cache_scale", lambda p: (*p[:2], p[2].to(FP8), *p[3:])),
     ],
 )
 def test_bad_input_of_the_latent_form(name, change, backend):
@@ -595,6 +966,11 @@ def test_bad_input_of_the_latent_form(name, change, backend):
     for choice in (backend, None):
         with pytest.raises(ValueError, match=f"spec_kernels::tree_attention_mla: {name}: expected"):
             tree_attention_mla(*change(problem.inputs()), scale=1.0, backend=choice)
+    with pytest.raises(ValueError, match="cache_scale: expected None"):
+        problem.run(backend, cache_scale=torch.ones(1))
+    with pytest.raises(ValueError, match="cache_scale: expected shape"):
+        quantised = problem.replace(k=problem.k.to(FP8), v=problem.v.to(FP8))
+        quantised.run(backend, cache_scale=torch.ones(2))
 
 
 @pytest.mark.parametrize(
