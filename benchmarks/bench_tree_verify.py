@@ -3,7 +3,8 @@
     python benchmarks/bench_tree_verify.py [--rounds N] [--json FILE]
 
 "rows" is the number of logit rows on the walked path, all that the kernel reads; "GB/s" are their
-bytes over the best time. Rows that were just written, as in decoding, come from the cache.
+bytes over the best time, rows of q included. Rows that were just written, as in decoding, come from
+the cache. "drafts from q" rejects one draft, or one of each sibling, at the end of the path.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ RULES = {
     "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "top-p 0.9, flat": {"temperature": 1.0, "top_p": 0.9},
     "top-k 50, top-p 0.9, min-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    "drafts from q": {"temperature": 1.0},
+    "drafts from q, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "typical": {"temperature": 1.0},
 }
+TYPICAL = (0.09, 0.3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -50,10 +55,17 @@ def make(vocab, parents, num_agreed, dtype, flat):
     return logits.to(dtype), link_tree(tokens[None], torch.tensor(parents))
 
 
-def choose(row, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
-    """One token, as written in many a PyTorch sampler."""
-    if temperature == 0.0:
-        return int(row.argmax())
+def make_drafts(logits, tree, parents):
+    """q ``[1, N, V]``: most of its mass on the children, alike, so that the walk is certain."""
+    q = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            q[0, parent, tree.tokens[0, node]] = 30.0
+    return q.softmax(-1).to(logits.dtype)
+
+
+def probabilities(row, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
+    """As written in many a PyTorch sampler."""
     row = row.float() / temperature
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1], -torch.inf)
@@ -64,24 +76,55 @@ def choose(row, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
     p = row.softmax(0)
     if min_p:
         p = p.masked_fill(p < min_p * p.max(), 0.0)
-    return int(p.multinomial(1))
+    return p
 
 
-def python_walk(logits, tree, rule):
-    """One request: the links as lists, a choice a node."""
+def by_choice(row, children, rule):
+    """(token, the child that carries it or -1): the target's own choice."""
+    if rule:
+        token = int(probabilities(row, **rule).multinomial(1))
+    else:
+        token = int(row.argmax())
+    return token, next((child for child, x in children if x == token), -1)
+
+
+def by_rejection(row, children, rule, q):
+    p, q = probabilities(row, **rule), q.float()
+    for child, x in children:
+        if torch.rand(()) < p[x] / q[x]:
+            return x, child
+        p = (p - q).clamp_(min=0)
+        p /= p.sum()
+        q[x] = 0.0
+        q /= q.sum()
+    return int(p.multinomial(1)), -1
+
+
+def by_threshold(row, children, rule):
+    p = probabilities(row, **rule)
+    epsilon, delta = TYPICAL
+    limit = min(epsilon, delta * float(torch.exp(torch.special.xlogy(p, p).sum())))
+    best = max(children, key=lambda c: float(p[c[1]]), default=None)
+    if best is not None and p[best[1]] > limit:
+        return best[1], best[0]
+    return int(p.multinomial(1)), -1
+
+
+def python_walk(logits, tree, step):
+    """One request: the links as lists, ``step(node, row, [(child, token)])`` a node."""
     tokens, first_child = tree.tokens[0].tolist(), tree.first_child[0].tolist()
     next_sibling = tree.next_sibling[0].tolist()
     node, path, emitted = 0, [0], []
     while True:
-        token = choose(logits[0, node], **rule)
-        emitted.append(token)
-        child = first_child[node]
-        while child >= 0 and tokens[child] != token:
+        children, child = [], first_child[node]
+        while child >= 0:
+            children.append((child, tokens[child]))
             child = next_sibling[child]
-        if child < 0:
+        token, node = step(node, logits[0, node], children)
+        emitted.append(token)
+        if node < 0:
             return torch.tensor(path), torch.tensor(emitted)
-        path.append(child)
-        node = child
+        path.append(node)
 
 
 def main():
@@ -99,18 +142,38 @@ def main():
         for rule_name, rule in RULES.items():
             if "flat" in rule_name and num_agreed:
                 continue  # one row is walked whatever the tree
+            if ("drafts" in rule_name or rule_name == "typical") and not num_agreed:
+                continue  # nothing to accept
             for dtype_name, dtype in DTYPES.items():
                 logits, tree = make(vocab, parents, num_agreed, dtype, "flat" in rule_name)
                 links = (tree.tokens, tree.first_child, tree.next_sibling, torch.tensor([100]))
                 sampling = {n: torch.tensor([v]) for n, v in rule.items()}
                 if rule:
                     sampling["seeds"] = torch.tensor([5])
+                bytes_per_row = vocab * logits.element_size()
+
+                def step(node, row, children, rule=rule):
+                    return by_choice(row, children, rule)
+
+                if "drafts" in rule_name:
+                    q = sampling["draft_probs"] = make_drafts(logits, tree, parents)
+                    bytes_per_row *= 2
+
+                    def step(node, row, children, rule=rule, q=q):
+                        return by_rejection(row, children, rule, q[0, node].clone())
+
+                elif rule_name == "typical":
+                    sampling["typical"] = TYPICAL
+
+                    def step(node, row, children, rule=rule):
+                        return by_threshold(row, children, rule)
+
                 got = tree_verify(logits, *links, **sampling)
                 want = tree_verify(logits, *links, **sampling, backend="reference")
                 num_rows = int(got.num_accepted) + 1
                 assert got.tokens.equal(want.tokens), "differs from the reference"
                 if "flat" not in rule_name:
-                    path, emitted = python_walk(logits, tree, rule)
+                    path, emitted = python_walk(logits, tree, step)
                     assert got.accept_index[0, :num_rows].equal(path.int())
                     assert got.tokens[0, :num_rows].equal(emitted)
                 t = time_in_turns(
@@ -118,12 +181,12 @@ def main():
                         "ours": lambda a=logits, b=links, c=sampling, out=got: tree_verify(
                             a, *b, **c, out=out
                         ),
-                        "python": lambda a=logits, b=tree, c=rule: python_walk(a, b, c),
+                        "python": lambda a=logits, b=tree, c=step: python_walk(a, b, c),
                     },
                     rounds=options.rounds,
                 )
                 r = ratio(t["python"], t["ours"])
-                gbps = num_rows * vocab * logits.element_size() / t["ours"].best / 1e3
+                gbps = num_rows * bytes_per_row / t["ours"].best / 1e3
                 print(
                     f"{shape:27}{rule_name:28}{dtype_name:6}{num_rows:5}{t['ours'].median:10.1f}"
                     f"{t['ours'].best:10.1f}{t['python'].median:11.1f}  {str(r):24}{gbps:.1f}",
