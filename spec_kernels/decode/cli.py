@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ DEFAULT_NEW_TOKENS = 64
 SECOND_TEMPERATURE = 0.8
 _MESSAGE_BYTES = 4096
 DTYPES = ("auto", "float32", "bfloat16")
+DRAFT_SAMPLING = ("auto", "on", "off")
 
 
 def add_parser(subparsers) -> None:
@@ -27,7 +29,9 @@ def add_parser(subparsers) -> None:
         description="Decodes prompts plainly and speculatively with tensor-parallel ranks, streams "
         "the text, checks that both give the same tokens, and prints a table. Without arguments: "
         "the bundled target and drafter, a few held-out prompts, greedily and at temperature "
-        f"{SECOND_TEMPERATURE}. Exit code 1 if any token differs.",
+        f"{SECOND_TEMPERATURE}. Exit code 1 if any token differs. With drafts that are drawn (see "
+        "--draft-sampling) the text is distributed as plain decoding's, not the same; the check is "
+        "then that it comes out the same again, on every rank.",
     )
     add = parser.add_argument
     add("--prompt", action="append", help="text to continue (may be given several times)")
@@ -44,6 +48,14 @@ def add_parser(subparsers) -> None:
         choices=("auto", "chain", "static", "dynamic"),
         default="auto",
         help="shape of the draft (auto: chain if --topk is 1, else dynamic)",
+    )
+    add(
+        "--draft-sampling",
+        choices=DRAFT_SAMPLING,
+        default="auto",
+        help="above temperature 0, draw drafts from the drafter's distribution: more are accepted, "
+        "and the text keeps the target's distribution; off: drafts are its likeliest tokens, and "
+        "the text is plain decoding's, token for token (auto: on, but for dynamic trees)",
     )
     add("--temperature", type=float, help="0 = greedy (greedy, then 0.8)")
     add("--top-k", type=int, default=0, help="0 = off")
@@ -67,7 +79,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One way of choosing tokens; every prompt is decoded once plainly and once speculatively."""
+    """One way of choosing tokens; every prompt is decoded plainly and speculatively."""
 
     name: str
     sampling: object
@@ -91,6 +103,10 @@ class Job:
     timeout_ms: int
     tokenizer: object
     started: float
+
+    def draws(self, one: Pass) -> bool:
+        """Whether drafts are drawn, so that the text is not plain decoding's token for token."""
+        return self.plan.sampled and one.sampling.temperature > 0
 
     def agreed(self) -> dict[str, object]:
         """What all ranks must have alike."""
@@ -118,12 +134,14 @@ def main(args: argparse.Namespace) -> int:
         if speaks:
             print(f"spec-kernels decode: error: {report['error']}", file=sys.stderr)
         return 2
-    if not speaks:
-        return 0 if report["identical"] else 1
-    print(render(report))
-    if job.json is not None:
-        job.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if report["identical"] else 1
+    passed = report["ranks_agree"] and all(
+        report[check] in (True, None) for check in ("identical", "repeatable")
+    )
+    if speaks:
+        print(render(report))
+        if job.json is not None:
+            job.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if passed else 1
 
 
 def _process_start() -> float:
@@ -184,7 +202,8 @@ def _check(args: argparse.Namespace) -> Job:
         dtype = "float32" if device.type == "cpu" else "bfloat16"
 
     kind = args.tree if args.tree != "auto" else "chain" if args.topk == 1 else "dynamic"
-    plan = DraftPlan(kind, args.draft_steps, args.topk, args.num_nodes)
+    drawn = args.draft_sampling == "on" or args.draft_sampling == "auto" and kind != "dynamic"
+    plan = DraftPlan(kind, args.draft_steps, args.topk, args.num_nodes, drawn)
     temperatures = [0.0, SECOND_TEMPERATURE] if args.temperature is None else [args.temperature]
     passes = [
         Pass(
@@ -367,13 +386,17 @@ def _decode(comm, job: Job, engine) -> dict:
             if show:
                 show.end()
             row = {"prompt": prompt, "plain": plain, "speculative": speculative}
-            row["difference"] = _difference(engine, prompt.ids, plain.tokens, speculative.tokens)
+            expected = plain
+            if job.draws(one):
+                expected = engine.generate(prompt.ids, job.max_new_tokens, **options)
+            row["difference"] = _difference(engine, prompt.ids, expected.tokens, speculative.tokens)
             rows.append(row)
         figures.append(_figures(job, one, rows))
     first = figures[0]
     return {
         **first,
-        "identical": all(f["identical"] for f in figures),
+        **{name: _all(f[name] for f in figures) for name in ("identical", "repeatable")},
+        "ranks_agree": _ranks_agree(comm, figures),
         "tp": job.tp,
         "transport": comm.transport,
         "device": job.device,
@@ -386,19 +409,37 @@ def _decode(comm, job: Job, engine) -> dict:
     }
 
 
-def _difference(engine, prompt: list[int], plain: list[int], speculative: list[int]) -> dict | None:
+def _all(outcomes) -> bool | None:
+    """Whether all checks held, of those that were made; None if none was."""
+    made = [x for x in outcomes if x is not None]
+    return all(made) if made else None
+
+
+def _ranks_agree(comm, figures: list[dict]) -> bool:
+    """Whether every rank decoded the same tokens, for which they exchange nothing but logits."""
+    import torch
+
+    tokens = [prompt["tokens"] for one in figures for prompt in one["prompts"]]
+    digest = hashlib.sha256(json.dumps(tokens).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8)
+    return all(torch.equal(theirs, mine) for theirs in comm.all_gather(mine))
+
+
+def _difference(
+    engine, prompt: list[int], expected: list[int], speculative: list[int]
+) -> dict | None:
     """The first place where the two disagree, and how far apart the target's logits are there."""
-    if plain == speculative:
+    if expected == speculative:
         return None
-    pairs = zip(plain, speculative, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(speculative)))
-    found = {"index": at, "plain": None, "speculative": None, "logit_gap": None}
-    if at < min(len(plain), len(speculative)):
-        logits = engine.logits_after([*prompt, *plain[:at]]).float()
+    pairs = zip(expected, speculative, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(speculative)))
+    found = {"index": at, "expected": None, "speculative": None, "logit_gap": None}
+    if at < min(len(expected), len(speculative)):
+        logits = engine.logits_after([*prompt, *expected[:at]]).float()
         found |= {
-            "plain": plain[at],
+            "expected": expected[at],
             "speculative": speculative[at],
-            "logit_gap": float(logits[plain[at]] - logits[speculative[at]]),
+            "logit_gap": float(logits[expected[at]] - logits[speculative[at]]),
         }
     return found
 
@@ -419,6 +460,7 @@ def _figures(job: Job, one: Pass, rows: list[dict]) -> dict:
         for name in rows[0]["speculative"].phase_seconds
     }
     plain_tok_s, speculative_tok_s = rate("plain"), rate("speculative")
+    as_expected, drawn = all(r["difference"] is None for r in rows), job.draws(one)
     histogram = {
         str(length): sum(a + 1 == length for a in accepted)
         for length in range(1, job.plan.steps + 2)
@@ -431,7 +473,9 @@ def _figures(job: Job, one: Pass, rows: list[dict]) -> dict:
         "speedup": speculative_tok_s / plain_tok_s if plain_tok_s else 0.0,
         "accept_length": sum(a + 1 for a in accepted) / cycles if accepted else 0.0,
         "accept_histogram": histogram,
-        "identical": all(r["difference"] is None for r in rows),
+        "drafts": "drawn" if drawn else "likeliest",
+        "identical": None if drawn else as_expected,
+        "repeatable": as_expected if drawn else None,
         "num_tokens": sum(len(r["speculative"].tokens) for r in rows),
         "num_cycles": len(accepted),
         "phases_ms": phases,
@@ -443,7 +487,7 @@ def _figures(job: Job, one: Pass, rows: list[dict]) -> dict:
                 "tokens": r["speculative"].tokens,
                 "text": job.tokenizer.decode(r["speculative"].tokens),
                 "accepted": r["speculative"].accepted,
-                "identical": r["difference"] is None,
+                "as_expected": r["difference"] is None,
                 "first_difference": r["difference"],
             }
             for r in rows
@@ -509,6 +553,10 @@ class Stream:
             self.out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
+def _verdict(outcome: bool | None) -> str:
+    return {True: "yes", False: "NO", None: "-"}[outcome]
+
+
 def render(report: dict) -> str:
     """The table at the end of a run."""
     passes = report["passes"]
@@ -537,10 +585,22 @@ def render(report: dict) -> str:
             line(f"  {phase}", lambda p, phase=phase: f"{p['phases_ms'][phase]:.3f}")
             for phase in passes[0]["phases_ms"]
         ),
-        line("identical to plain", lambda p: "yes" if p["identical"] else "NO"),
-        "",
-        f"identical to plain decoding: {'yes' if report['identical'] else 'no'}",
+        line("drafts", lambda p: p["drafts"]),
+        line("identical to plain", lambda p: _verdict(p["identical"])),
     ]
+    if report["repeatable"] is not None:
+        rows.append(line("the same again", lambda p: _verdict(p["repeatable"])))
+    rows.append("")
+    if report["identical"] is not None:
+        rows.append(f"identical to plain decoding: {'yes' if report['identical'] else 'no'}")
+    if report["repeatable"] is not None:
+        verdict = "yes" if report["repeatable"] else "no"
+        rows.append(
+            "drafts drawn: plain decoding's distribution, not its text; the same text when decoded "
+            f"again: {verdict}"
+        )
+    if not report["ranks_agree"]:
+        rows.append("ranks decoded different texts")
     for p in passes:
         for prompt in p["prompts"]:
             d = prompt["first_difference"]
@@ -550,7 +610,8 @@ def render(report: dict) -> str:
                 "one text ends there"
                 if d["logit_gap"] is None
                 else (
-                    f"plain chose {d['plain']}, speculative {d['speculative']}, logit gap "
+                    f"{'speculative before' if p['drafts'] == 'drawn' else 'plain'} chose "
+                    f"{d['expected']}, speculative {d['speculative']}, logit gap "
                     f"{d['logit_gap']:.3g}"
                 )
             )

@@ -108,7 +108,9 @@ class Cycle:
 
         sampling = self.sampling.arguments()
         links = (tree.tokens, tree.first_child, tree.next_sibling)
-        tree_verify(logits, *links, lens, out=out, **sampling)
+        tree_verify(
+            logits, *links, lens, out=out, draft_probs=self.proposal.draft_probs, **sampling
+        )
         clock.mark("accept")
 
         path = (out.accept_index, out.num_accepted)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels.decode.kv_cache import KVCache
+from spec_kernels.decode.sampling import SamplingTensors, draw
 from spec_kernels.models.drafter import Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.ops.tree_build import (
@@ -27,6 +28,7 @@ KINDS = ("chain", "static", "dynamic")
 MAX_STEPS = 64
 # Words of a row of the drafter's attention: 32 * 32 slots.
 _MAX_DRAFT_ROWS = 1024
+_LEAST_WARMTH = 1e-30
 
 
 @dataclasses.dataclass
@@ -94,12 +96,22 @@ class StaticDraft:
     Args:
         parents: parent of each node, -1 for node 0; level by level, as ``tree_from_paths`` gives.
         ranks: which of its parent's candidates, best first, a node takes.
+        sampling: given, the candidates of requests that sample are drawn from the drafter's
+            distribution q at their temperature, one after the other without replacement, instead
+            of being its likeliest; ``tree_verify`` is then to be told q. Siblings must be the
+            first draws, in order: a choice among draws would be no draw from q.
     """
 
     def __init__(
-        self, drafter: Drafter, cache: KVCache, batch: int, parents: list[int], ranks: list[int]
+        self,
+        drafter: Drafter,
+        cache: KVCache,
+        batch: int,
+        parents: list[int],
+        ranks: list[int],
+        sampling: SamplingTensors | None = None,
     ):
-        self.drafter, self.cache = drafter, cache
+        self.drafter, self.cache, self.sampling = drafter, cache, sampling
         device = drafter.device
         depths = [0] * len(parents)
         for node in range(1, len(parents)):
@@ -114,10 +126,21 @@ class StaticDraft:
         self.rows = _Rows(drafter, cache, [len(level) for level in live[1 : self.max_depth]])
         self.num_draft_rows = self.rows.num_rows
         words = max(1, num_words(self.num_draft_rows))
-        tokens = torch.zeros(batch, self.num_nodes, dtype=torch.int64, device=device)
+        # One block, so that it is sent as one message: the drafts' tokens, then their q.
+        num_tokens, num_probs = batch * self.num_nodes, 0
+        if sampling is not None:
+            _check_first_draws(parents, ranks)
+            num_probs = num_tokens * drafter.config.vocab_size
+        block = torch.zeros(num_tokens + (num_probs + 1) // 2, dtype=torch.int64, device=device)
+        self._with_probs, self._tokens = block, block[:num_tokens]
         shape = torch.tensor(parents, dtype=torch.int64, device=device)
-        self.tree = link_tree(tokens, shape)
+        out = DraftTree.allocate(batch, self.num_nodes, device)
+        out.tokens = self._tokens.view(batch, self.num_nodes)
+        self.tree = link_tree(torch.zeros_like(out.tokens), shape, out=out)
         self.root = self.tree.tokens[:, 0]
+        probs = block[num_tokens:].view(torch.float32)[:num_probs]
+        self._probs = probs.view(batch, self.num_nodes, -1) if num_probs else None
+        self._depths = torch.arange(1, self.max_depth + 1, device=device)
         self.levels = []
         seen = {0: torch.zeros(words, dtype=torch.int32)}
         slot = 0
@@ -148,13 +171,23 @@ class StaticDraft:
                         else None
                     ),
                     nodes=self.tree.tokens[:, nodes[0] : nodes[-1] + 1],
+                    probs=[] if self._probs is None else [self._probs[:, n] for n in above],
                 )
             )
 
     @property
+    def draft_probs(self) -> Tensor | None:
+        """``[B, N, V]`` float32: row i is the q from which the children of node i were drawn.
+
+        None where no request samples its drafts. Rows of nodes without children stay 0.
+        """
+        sampled = self.sampling is not None and self.sampling.any_sampled
+        return self._probs if sampled else None
+
+    @property
     def message(self) -> Tensor:
         """What ranks without a drafter must be sent between ``draft`` and ``build``."""
-        return self.tree.tokens
+        return self._tokens if self.draft_probs is None else self._with_probs
 
     def draft(self, start: DraftStart) -> None:
         """Runs the drafter down the levels and writes the drafts' tokens; uses up ``start``."""
@@ -162,12 +195,13 @@ class StaticDraft:
         batch = start.root_tokens.shape[0]
         logits, feature = start.logits, start.features
         rows = self.rows.split()
+        coins = None if self.draft_probs is None else self._coins()
         for depth, level in enumerate(self.levels):
-            if level.width == 1:
-                best = logits.argmax(-1, keepdim=True)
+            if coins is None:
+                chosen = self._best(level, logits)
             else:
-                best = logits.topk(level.width, -1).indices
-            tokens = drafter.target_ids.take(best).view(batch, -1)
+                chosen = self._drawn(level, logits, coins[:, depth])
+            tokens = drafter.target_ids.take(chosen).view(batch, -1)
             if level.picks is not None:
                 tokens = tokens.index_select(1, level.picks)
             level.nodes.copy_(tokens)
@@ -190,6 +224,39 @@ class StaticDraft:
             feature, normed = drafter.forward(step, feature, cache.draft)
             logits = drafter.logits(normed)
 
+    def _coins(self) -> Tensor:
+        """``[B, D, draws]``: the coins of the positions after the root."""
+        table = self.sampling.coins
+        positions = self.cache.context_lens.unsqueeze(1) + self._depths
+        return table.gather(1, positions.unsqueeze(2).expand(-1, -1, table.shape[2]))
+
+    def _best(self, level: _Level, logits: Tensor) -> Tensor:
+        """Draft ids ``[rows, width]``, the likeliest."""
+        if level.width == 1:
+            return logits.argmax(-1, keepdim=True)
+        return logits.topk(level.width, -1).indices
+
+    def _drawn(self, level: _Level, logits: Tensor, coins: Tensor) -> Tensor:
+        """Draft ids ``[rows, width]``, drawn where a request samples; notes their q.
+
+        Nodes of one level share their position's coins ``[B, draws]``: at most one of them is on
+        the path, and which one was settled at earlier positions.
+        """
+        num_parents, warmth = len(level.probs), self.sampling.temperature.unsqueeze(1)
+        coins = coins[:, : level.width]
+        if num_parents > 1:
+            warmth = warmth.repeat_interleave(num_parents, 0)
+            coins = coins.repeat_interleave(num_parents, 0)
+        # Bounded below, so that finite logits stay finite.
+        q = (logits.float() / warmth.clamp(min=_LEAST_WARMTH)).softmax(-1)
+        by_parent = q.view(-1, num_parents, q.shape[1]).unbind(1)
+        for row, own in zip(level.probs, by_parent, strict=True):
+            row.index_copy_(1, self.drafter.target_ids, own)
+        drawn = draw(q, coins)
+        if self.sampling.any_greedy:
+            drawn = torch.where(warmth > 0, drawn, self._best(level, logits))
+        return drawn
+
     def build(self, start: DraftStart) -> DraftTree:
         """The tree to verify; its links never change."""
         self.root.copy_(start.root_tokens)
@@ -202,7 +269,8 @@ class _Level:
 
     ``picks`` chooses the level's nodes among width candidates of each live row above; ``live``
     those that have children among the nodes; ``parent_rows`` the live nodes' parents among the
-    batch's rows above; ``nodes`` is the level's part of the tree's tokens.
+    batch's rows above; ``nodes`` is the level's part of the tree's tokens; ``probs`` are the rows
+    ``[B, V]`` of q that belong to the live nodes above.
     """
 
     width: int
@@ -211,6 +279,18 @@ class _Level:
     parent_rows: Tensor | None
     ancestors: Tensor | None
     nodes: Tensor
+    probs: list[Tensor]
+
+
+def _check_first_draws(parents: list[int], ranks: list[int]) -> None:
+    num_children = [0] * len(parents)
+    for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
+        if rank != num_children[parent]:
+            raise ValueError(
+                "drafting: ranks: expected the children of each node to be its first draws, in "
+                f"order, got rank {rank} after {num_children[parent]} children"
+            )
+        num_children[parent] += 1
 
 
 def _unless_identity(index: list[int], size: int, device) -> Tensor | None:
@@ -230,6 +310,8 @@ class DynamicDraft:
         self, drafter: Drafter, cache: KVCache, batch: int, steps: int, topk: int, num_nodes: int
     ):
         self.drafter, self.cache, self.topk = drafter, cache, topk
+        # The rerank chooses drafts by their scores, so they are no draws from q.
+        self.draft_probs = None
         self.num_nodes, self.max_depth = num_nodes, min(steps, num_nodes - 1)
         device = drafter.device
         self.num_live_levels = steps - 1
@@ -337,16 +419,25 @@ class DraftPlan:
         steps: deepest draft, at least 1.
         topk: children a node; 1 for a chain.
         num_nodes: nodes to verify, root included; None = all that a chain or pool has, at most 16.
+        sampled: whether requests that sample have their drafts drawn from the drafter's
+            distribution, not for dynamic trees. Their text is then distributed as plain decoding's
+            but not the same; without, it is the same token for token.
     """
 
     kind: str = "chain"
     steps: int = 3
     topk: int = 1
     num_nodes: int | None = None
+    sampled: bool = False
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"drafting: kind: expected one of {KINDS}, got {self.kind!r}")
+        if self.sampled and self.kind == "dynamic":
+            raise ValueError(
+                "drafting: draft-sampling: expected a chain or a static tree, whose drafts are not "
+                "chosen by their scores, got a dynamic tree"
+            )
         if self.steps < 1:
             raise ValueError(f"drafting: draft-steps: expected at least 1, got {self.steps}")
         if self.steps > MAX_STEPS:
@@ -385,7 +476,9 @@ class DraftPlan:
             return pool_size(self.steps, self.topk)
         return sum(self.topk**depth for depth in range(1, self.steps + 1))
 
-    def make(self, drafter: Drafter, cache: KVCache, batch: int) -> StaticDraft | DynamicDraft:
+    def make(
+        self, drafter: Drafter, cache: KVCache, batch: int, sampling: SamplingTensors
+    ) -> StaticDraft | DynamicDraft:
         """ValueError if the draft vocabulary is smaller than ``topk``."""
         if self.topk > drafter.config.draft_vocab_size:
             raise ValueError(
@@ -398,7 +491,9 @@ class DraftPlan:
             parents, ranks = list(range(-1, self.steps)), [0] * (self.steps + 1)
         else:
             parents, ranks = tree_from_paths(static_paths(self.steps, self.topk, self.num_nodes))
-        return StaticDraft(drafter, cache, batch, parents, ranks)
+        return StaticDraft(
+            drafter, cache, batch, parents, ranks, sampling if self.sampled else None
+        )
 
     @property
     def num_draft_rows(self) -> int:

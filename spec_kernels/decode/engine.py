@@ -78,12 +78,14 @@ class Engine:
         device = target.device
         self.start = DraftStart.allocate(drafter, batch, device)
         self.active = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.sampling = SamplingTensors(batch, device)
+        self.sampling = SamplingTensors(
+            batch, device, max_tokens + self.slack, plan.topk if plan.sampled else 0
+        )
         shared = (self.start, self.active, self.sampling)
         self.plain = PlainCycle(target, self.cache, *shared)
         self.speculative = None
         if drafter is not None:
-            proposal = plan.make(drafter, self.cache, batch)
+            proposal = plan.make(drafter, self.cache, batch, self.sampling)
             self.speculative = Cycle(target, drafter, self.cache, proposal, *shared)
         self._drafts_here = drafter is not None and drafter.is_here
         self._prefill_capture = target.new_capture(chunk) if self._drafts_here else None
@@ -168,7 +170,8 @@ class Engine:
             raise ValueError(f"engine: request: {request} is being decoded")
         self.cache.reserve(request, total + self.slack)
         try:
-            self.sampling.set(request, sampling or SamplingParams())
+            drafted = range(len(prompt), total + self.slack)
+            self.sampling.set(request, sampling or SamplingParams(), drafted)
             first = self._prefill(
                 request,
                 prompt,
@@ -192,11 +195,10 @@ class Engine:
         """The tokens that a cycle emitted for ``request``, and how many were drafts."""
         status = VerifyStatus(int(verified.status[request]))
         if status:
-            fault = (
-                "the target's logits are not numbers"
-                if status == VerifyStatus.NO_TOKEN
-                else "the draft tree or a sampling parameter is unsound"
-            )
+            fault = {
+                VerifyStatus.NO_TOKEN: "the target's logits are not numbers",
+                VerifyStatus.BAD_DRAFT: "the drafter's logits are not numbers",
+            }.get(status, "the draft tree or a sampling parameter is unsound")
             raise RuntimeError(f"engine: request {request}: {fault} ({status!r})")
         num_accepted = int(verified.num_accepted[request])
         return verified.tokens[request, : num_accepted + 1].tolist(), num_accepted

@@ -67,11 +67,16 @@ def test_the_main_job_reports(texts, tmp_path, capfd):
     assert report["accept_length"] == pytest.approx(mean)
     assert list(report["phases_ms"]) == ["draft", "build", "verify", "accept", "compact", "extend"]
     assert [p["name"] for p in report["passes"]] == ["greedy", "temperature 0.8"]
+    assert [p["drafts"] for p in report["passes"]] == ["likeliest", "drawn"]
+    assert [p["identical"] for p in report["passes"]] == [True, None]
+    assert [p["repeatable"] for p in report["passes"]] == [None, True]
+    assert report["repeatable"] is True and report["ranks_agree"] is True
     for one in report["passes"]:
         assert one["speedup"] == pytest.approx(one["speculative_tok_s"] / one["plain_tok_s"])
         for prompt in one["prompts"]:
             assert prompt["text"] in out
     assert "identical to plain decoding: yes" in out
+    assert "the same text when decoded again: yes" in out
     assert "2 ranks (shared memory)" in out or "2 ranks (gloo" in out
     assert "\x1b[" not in out  # not a terminal
 
@@ -94,15 +99,19 @@ def test_the_main_job_reports(texts, tmp_path, capfd):
             "7",
         ],
         ["--dtype", "bfloat16"],
+        ["--draft-sampling", "off"],
     ],
-    ids=["dynamic", "static", "sampled", "bfloat16"],
+    ids=["dynamic", "static", "sampled", "bfloat16", "likeliest drafts"],
 )
 def test_options_reach_the_loop(texts, tmp_path, options):
     path = tmp_path / "report.json"
     common = ["--prompt", "import os", "--tp", "1", "--max-new-tokens", "16", "--json", str(path)]
     assert decode(texts, *common, *options) == 0
     report = json.loads(path.read_text())
-    assert report["identical"] is True
+    drawn = not {"off", "10"} & set(options)
+    assert report["identical"] is (None if "--temperature" in options else True)
+    assert report["repeatable"] is (True if drawn else None)
+    assert report["draft"]["sampled"] is drawn
     if "--topk" in options:
         assert report["draft"]["topk"] == int(options[options.index("--topk") + 1])
     if "--seed" in options:
@@ -137,10 +146,39 @@ def test_a_difference_is_an_error_that_says_where(texts, monkeypatch, capsys):
     assert "plain chose" in line and float(line.rsplit("logit gap ", 1)[1]) > 0
 
 
+def test_a_text_that_comes_out_otherwise_is_an_error(texts, monkeypatch, capsys):
+    generate, calls = Engine.generate, []
+
+    def unsteady(self, prompt, new, *, speculative=True, **options):
+        result = generate(self, prompt, new, speculative=speculative, **options)
+        calls.append(speculative)
+        if len(calls) == 5:  # after two to warm up, plain and speculative
+            result.tokens[3] = (result.tokens[3] + 1) % 40
+        return result
+
+    monkeypatch.setattr(Engine, "generate", unsteady)
+    options = ["--tp", "1", "--max-new-tokens", "10", "--temperature", "1"]
+    assert decode(texts, "--prompt", "def", *options) == 1
+    out = capsys.readouterr().out
+    assert calls == [False, True, False, True, True]
+    assert "the same text when decoded again: no" in out and "differs at new token 3" in out
+
+
+def test_ranks_that_differ_are_an_error(texts, monkeypatch, capsys):
+    monkeypatch.setattr(decode_cli, "_ranks_agree", lambda comm, figures: False)
+    options = ["--tp", "1", "--max-new-tokens", "4", "--temperature", "0"]
+    assert decode(texts, "--prompt", "def", *options) == 1
+    assert "ranks decoded different texts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         (["--prompt", ""], "empty prompt"),
+        (
+            ["--prompt", "a", "--topk", "2", "--draft-sampling", "on"],
+            "draft-sampling: expected a chain or a static tree",
+        ),
         (["--prompt", "a" * 600], "expected at most 512 tokens (max_position_embeddings), got 664"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
         (["--prompt", "a", "--tp", "9"], "--tp: expected 1 to 8 ranks, got 9"),

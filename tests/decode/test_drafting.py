@@ -10,13 +10,14 @@ import torch
 from spec_kernels.decode.cycle import PhaseClock
 from spec_kernels.decode.drafting import DraftPlan, DraftStart, StaticDraft, pool_size, static_paths
 from spec_kernels.decode.engine import Engine
+from spec_kernels.decode.sampling import SamplingParams, draft_coins, draw
 from spec_kernels.ops.tree_build import tree_from_paths
 from spec_kernels.testing.tiny_models import PLANS, PROMPTS
 
 
-def drafted(engine, prompt):
+def drafted(engine, prompt, sampling=None):
     """The tree that the first cycle after ``prompt`` would verify."""
-    engine.begin(0, prompt, 20)
+    engine.begin(0, prompt, 20, sampling)
     proposal = engine.speculative.proposal
     start = DraftStart(*(t.clone() for t in vars(engine.start).values()))
     proposal.draft(start)
@@ -32,10 +33,10 @@ def paths(tree):
     return found
 
 
-def brute_force(engine, prompt, root, path):
+def brute_force(engine, prompt, root, path, sampling=None):
     """Draft logits after ``path``, from a chain drafted by itself on a cache of its own."""
     alone = Engine(engine.target, engine.drafter, DraftPlan("chain", 8), max_tokens=80)
-    assert alone.begin(0, prompt, 20) == root
+    assert alone.begin(0, prompt, 20, sampling) == root
     proposal, start = alone.speculative.proposal, alone.start
     seen = [start.logits[0].clone()]
     logits_of = alone.drafter.logits
@@ -132,6 +133,42 @@ def test_a_static_tree_of_any_shape(tiny, batch):
         assert found[node][-1] == ids[best[-1]]
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [DraftPlan("chain", 4, sampled=True), DraftPlan("static", 3, 3, 14, sampled=True)],
+    ids=["chain", "static"],
+)
+def test_drawn_drafts_come_from_the_q_that_is_noted(tiny, plan):
+    """q of every node with children is its own path's, and its children are q's first draws."""
+    engine, sampling = tiny.engine(plan), SamplingParams(0.8, seed=5)
+    tree = drafted(engine, PROMPTS[0], sampling)
+    noted = engine.speculative.proposal.draft_probs[0].clone()
+    ids = engine.drafter.target_ids
+    root, parents = int(tree.tokens[0, 0]), tree.parents[0].tolist()
+    found, greedy = paths(tree), paths(drafted(tiny.engine(plan), PROMPTS[0]))
+    assert found != greedy
+    coins = draft_coins(5, range(30), plan.topk)
+    for node in set(parents[1:]):
+        path = found[node]
+        children = [n for n, parent in enumerate(parents) if n and parent == node]
+        log_probs = brute_force(engine, PROMPTS[0], root, path, sampling)[-1]
+        q = noted[node][ids]
+        torch.testing.assert_close(q, (log_probs / 0.8).softmax(-1), rtol=1e-3, atol=1e-5)
+        assert noted[node].sum() == pytest.approx(1.0, abs=1e-5)
+        position = len(PROMPTS[0]) + len(path) + 1
+        drawn = draw(q[None], coins[position : position + 1, : len(children)])
+        assert [found[n][-1] for n in children] == ids[drawn[0]].tolist()
+
+
+def test_siblings_must_be_the_first_draws(tiny):
+    engine = tiny.engine(PLANS["static"])
+    parents, ranks = tree_from_paths([(0,), (2,)])
+    shared = (engine.drafter, engine.cache, 1, parents, ranks)
+    StaticDraft(*shared)
+    with pytest.raises(ValueError, match="ranks: expected the children .* got rank 2 after 1"):
+        StaticDraft(*shared, engine.sampling)
+
+
 def test_a_superset_tree_accepts_at_least_as_much(tiny):
     accepted = {}
     for nodes in (2, 4, 8, 16, 31):
@@ -168,6 +205,7 @@ def test_static_paths_are_prefix_closed_and_likeliest_first():
         (("chain", 3, 1, 5), "num-nodes: expected 4 for a chain of 3, got 5"),
         (("dynamic", 2, 2, 8), "num-nodes: expected 2 to 7 for 2 steps of top-2, got 8"),
         (("static", 2, 2, 1), "num-nodes: expected 2 to 7"),
+        (("dynamic", 3, 2, None, True), "draft-sampling: expected a chain or a static tree"),
         (("dynamic", 40, 40, 100), r"\(draft-steps - 1\) \* topk <= 1024"),
     ],
 )

@@ -15,6 +15,10 @@ from spec_kernels.testing.tiny_models import PLANS, PROMPTS
 from spec_kernels.training import eagle, evaluate, export
 
 NEW = 30
+DRAWN = {
+    "chain": DraftPlan("chain", 3, sampled=True),
+    "static": DraftPlan("static", 3, 3, 10, sampled=True),
+}
 
 
 def both(engine, prompt, new=NEW, **options):
@@ -75,6 +79,66 @@ def test_ranks_sample_alike(tiny):
         assert texts == alone
 
 
+@pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)
+def test_drawn_drafts_leave_greedy_requests_as_they_are(tiny, plan):
+    for prompt in PROMPTS:
+        plain, speculative = both(tiny.engine(plan), prompt)
+        assert speculative.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)
+def test_drawn_drafts_give_one_text_a_seed_and_more_of_it_a_cycle(tiny, plan):
+    engine, likeliest = tiny.engine(plan), tiny.engine(PLANS[plan.kind])
+    texts, drawn, best = [], [], []
+    for seed in (0, 1, 2, 3, 0):
+        options = {"sampling": SamplingParams(1.0, seed=seed)}
+        text = engine.generate(PROMPTS[1], 24, **options)
+        texts.append((text.tokens, text.accepted))
+        drawn += text.accepted
+        best += likeliest.generate(PROMPTS[1], 24, **options).accepted
+    assert texts[0] == texts[4]
+    assert len({tuple(tokens) for tokens, _ in texts}) == 4
+    assert sum(drawn) / len(drawn) > 1.1 * sum(best) / len(best)
+
+
+def test_drawn_drafts_in_a_mixed_batch_equal_those_alone(tiny):
+    """A greedy request beside a sampled one: each as if it were alone."""
+    plan = DRAWN["static"]
+    wanted = [SamplingParams(), SamplingParams(1.0, seed=4), SamplingParams(0.6, seed=4)]
+    alone = [
+        tiny.engine(plan).generate(p, 16, sampling=s).tokens
+        for p, s in zip(PROMPTS, wanted, strict=True)
+    ]
+    engine = tiny.engine(plan, batch=3)
+    texts = [[engine.begin(r, PROMPTS[r], 16, wanted[r])] for r in range(3)]
+    clock = PhaseClock(torch.device("cpu"))
+    while any(len(t) < 16 for t in texts):
+        verified = engine.speculative.run(clock)
+        for request, text in enumerate(texts):
+            if len(text) < 16:
+                text += engine.read(verified, request)[0]
+                if len(text) >= 16:
+                    engine.end(request)
+    assert [t[:16] for t in texts] == alone
+
+
+@pytest.mark.parametrize(
+    "tp, kind, parallel",
+    [
+        (2, "chain", "tp"),
+        (2, "static", "leader"),
+        (8, "chain", "leader"),
+        (2, "static", "replicated"),
+    ],
+)
+def test_ranks_draw_alike(tiny, tp, kind, parallel):
+    sampling = SamplingParams(1.0, top_p=0.95, seed=3)
+    alone = ranks_texts(None, tiny, DRAWN[kind], "replicated", sampling)
+    assert any(sum(accepted) for _, _, accepted in alone)
+    for texts in launch(ranks_texts, tp, tiny, DRAWN[kind], parallel, sampling):
+        assert texts == alone
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_sampled_speculative_equals_plain(tiny, plan, temperature):
@@ -109,9 +173,10 @@ def test_extreme_shapes_are_lossless(tiny, plan):
     assert max(speculative.accepted) <= plan.steps
 
 
-def test_sampling_keeps_the_targets_distribution(tiny):
+@pytest.mark.parametrize("plan", [PLANS["dynamic"], *DRAWN.values()], ids=["dynamic", *DRAWN])
+def test_sampling_keeps_the_targets_distribution(tiny, plan):
     """Second emitted token, whose drafts were in play, against the exact mixture over the first."""
-    engine = tiny.engine(PLANS["dynamic"], max_tokens=16)
+    engine = tiny.engine(plan, max_tokens=16)
     prompt, temperature, num_texts = PROMPTS[0], 1.0, 800
 
     def probabilities(ids):
@@ -440,6 +505,14 @@ def test_logits_that_are_not_numbers_are_reported(tiny):
     with pytest.raises(RuntimeError, match="not numbers"):
         engine.generate(PROMPTS[0], 8)
     assert engine.cache.context_lens.tolist() == [0]
+
+
+def test_draft_logits_that_are_not_numbers_are_reported(tiny):
+    engine = tiny.engine(DRAWN["chain"])
+    engine.begin(0, PROMPTS[0], 8, SamplingParams(1.0))
+    engine.start.logits.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="the drafter's logits are not numbers"):
+        engine.read(engine.speculative.run(PhaseClock(torch.device("cpu"))), 0)
 
 
 def test_speculation_needs_a_drafter(tiny):

@@ -4,13 +4,14 @@ from spec_kernels.ops.tree_verify.coins import (
     tree_verify_choices,
     tree_verify_coins,
 )
-from spec_kernels.ops.tree_verify.reference import Purpose, VerifyStatus
+from spec_kernels.ops.tree_verify.reference import Purpose, VerifyStatus, philox4x32
 
 __all__ = [
     "FlatVerified",
     "Purpose",
     "Verified",
     "VerifyStatus",
+    "philox4x32",
     "tree_verify",
     "tree_verify_choices",
     "tree_verify_coins",

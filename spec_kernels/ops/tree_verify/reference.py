@@ -48,16 +48,19 @@ COIN_BITS = 24
 MAX_REJECTIONS = 64
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+def philox4x32(counter, key: tuple[int, int]) -> tuple:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    The four words of the counter, and of the result, are integers or int64 tensors.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (
-            right >> 32 ^ c1 ^ k0,
+            right >> 32 & 0xFFFFFFFF ^ c1 ^ k0,
             right & 0xFFFFFFFF,
-            left >> 32 ^ c3 ^ k1,
+            left >> 32 & 0xFFFFFFFF ^ c3 ^ k1,
             left & 0xFFFFFFFF,
         )
         k0, k1 = k0 + 0x9E3779B9 & 0xFFFFFFFF, k1 + 0xBB67AE85 & 0xFFFFFFFF
