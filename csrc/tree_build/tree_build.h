@@ -7,9 +7,9 @@
 // of a bad pool ends at its own tree.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "common/check.h"
 #include "common/host_device.h"
@@ -30,8 +30,7 @@ constexpr int64_t tree_words(int64_t num_nodes) { return (num_nodes + 31) / 32; 
 // A score as an integer of the same order; -inf and NaN, which are absent, give 0 and nothing else
 // does.
 SK_HOST_DEVICE inline uint32_t score_key(float score) {
-  constexpr float kAbsent = -std::numeric_limits<float>::infinity();
-  if (!(score > kAbsent) && !mutant("tree_build_absent")) return 0;
+  if (!(score > -INFINITY) && !mutant("tree_build_absent")) return 0;
   score += 0.0f;  // -0 and 0 tie
   uint32_t bits;
   std::memcpy(&bits, &score, sizeof(bits));

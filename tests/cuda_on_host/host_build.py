@@ -36,6 +36,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
 WARNINGS += ("-Wno-maybe-uninitialized",)
 # Contraction would fuse products into sums that the sources name apart.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS)
+DEFINES = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 SANITIZERS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
@@ -56,7 +57,7 @@ def cuda_sources() -> list[Path]:
     return sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
 
 
-def _content(paths: Sequence[Path]) -> str:
+def content(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(str(path).encode() + path.read_bytes())
@@ -64,7 +65,7 @@ def _content(paths: Sequence[Path]) -> str:
 
 
 @functools.cache
-def _torch() -> Path:
+def torch_folder() -> Path:
     return Path(importlib.util.find_spec("torch").submodule_search_locations[0])
 
 
@@ -74,12 +75,16 @@ def _compile(source: Path, flags: tuple[str, ...]) -> Path:
     headers = sorted((ROOT / "csrc" / "common").iterdir())
     beside = sorted(p for p in source.parent.iterdir() if p.suffix in (".h", ".cuh"))
     version = subprocess.run([compiler(), "-v"], capture_output=True, text=True).stderr
-    key = _content([source, *shim, *headers, *beside]) + repr(flags) + version + torch.__version__
+    key = content([source, *shim, *headers, *beside]) + repr(flags) + version + torch.__version__
     made = OUT / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.o"
     if made.exists():
         return made
     command = [compiler(), "-c", "-x", "c++", str(source), "-o", f"{made}.{os.getpid()}", *flags]
-    command += [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}", f"-isystem{_torch() / 'include'}"]
+    command += [
+        f"-I{HERE / 'include'}",
+        f"-I{ROOT / 'csrc'}",
+        f"-isystem{torch_folder() / 'include'}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
@@ -94,7 +99,7 @@ def sanitized() -> bool:
 def build(sources: Sequence[Path], *defines: str) -> Path:
     """A library of ``sources`` and the machine, compiled with ``-D`` for each of ``defines``."""
     OUT.mkdir(parents=True, exist_ok=True)
-    flags = (*FLAGS, "-DTORCH_TARGET_VERSION=0x020a000000000000")
+    flags = (*FLAGS, *DEFINES)
     flags += ("-O1", "-g", *SANITIZERS) if sanitized() else ("-O2",)
     flags += tuple(f"-D{name}" for name in defines)
     work = [(source, flags) for source in (HERE / "simt.cpp", *sources)]
@@ -105,7 +110,13 @@ def build(sources: Sequence[Path], *defines: str) -> Path:
     if made.exists():
         return made
     command = [compiler(), "-shared", "-o", f"{made}.{os.getpid()}", *map(str, objects)]
-    command += [f"-L{_torch() / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    command += [
+        f"-L{torch_folder() / 'lib'}",
+        "-Wl,--no-as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
     command += SANITIZERS[:1] if sanitized() else ()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

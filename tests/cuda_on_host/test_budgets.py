@@ -1,0 +1,107 @@
+"""What nvcc makes of every kernel for every target: no spills, registers within bounds."""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cuda_on_host import host_build
+
+ARCHS = ("80", "90a", "120a")
+# Registers a thread; 256 threads of 128 leave room for two blocks on a multiprocessor. By stem
+# where another bound is meant.
+MAX_REGISTERS = 128
+REGISTERS = {"compact": 72, "tree_build": 64}
+MAX_STATIC_SHARED = 16 << 10  # launch_kernel asks for more than 48 KiB by the dynamic part alone
+# Of one kernel's parameters; more needs newer drivers.
+MAX_PARAMETERS = 4096
+
+SOURCES = host_build.cuda_sources()
+
+
+@functools.cache
+def nvcc():
+    path = host_build.ROOT / "setup.py"
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location("setup_for_budgets", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.find_nvcc()
+
+
+pytestmark = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
+
+
+def compile_device_code(source):
+    """What ptxas says of ``source``, kept until anything that it may include changes."""
+    headers = sorted(p for d in (host_build.ROOT / "csrc").iterdir() for p in d.glob("*.[hc]*"))
+    version = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
+    key = host_build.content([source, *(h for h in headers if h.suffix in (".h", ".cuh"))])
+    name = hashlib.sha256(f"{key} {version} {ARCHS}".encode()).hexdigest()[:16]
+    host_build.OUT.mkdir(parents=True, exist_ok=True)
+    kept = host_build.OUT / f"{source.stem}-{name}.ptxas.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    command = [nvcc(), "-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", str(source)]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHS]
+    command += ["-o", str(kept.with_suffix(".fatbin")), f"-I{host_build.ROOT / 'csrc'}"]
+    command += ["-isystem", str(host_build.torch_folder() / "include"), *host_build.DEFINES]
+    done = subprocess.run(command, capture_output=True, text=True)
+    kept.with_suffix(".fatbin").unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr[-8000:]
+    kept.write_text(json.dumps(done.stderr))
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def reports():
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SOURCES, pool.map(compile_device_code, SOURCES), strict=True))
+
+
+KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.S,
+)
+
+
+def kernels(report):
+    found = [m.groupdict() for m in KERNEL.finditer(report)]
+    assert len(found) == report.count("Compiling entry function")
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.parent.name)
+def test_kernels_keep_to_their_budget(reports, source):
+    report = reports[source]
+    assert "warning" not in report, report
+    found = kernels(report)
+    assert {k["arch"] for k in found} == set(ARCHS)
+    most = REGISTERS.get(source.parent.name, MAX_REGISTERS)
+    for k in found:
+        assert int(k["stack"]) == int(k["stores"]) == int(k["loads"]) == 0, k
+        assert int(k["registers"]) <= most, k
+        shared = re.search(r"(\d+) bytes smem", k["rest"])
+        assert not shared or int(shared[1]) <= MAX_STATIC_SHARED, k
+        # sm_80 keeps its parameters after 352 bytes of constant bank 0.
+        constants = re.search(r"(\d+) bytes cmem\[0\]", k["rest"])
+        assert not constants or int(constants[1]) <= MAX_PARAMETERS + 352, k
+
+
+def test_the_budget_sees_spills():
+    report = (
+        "ptxas info    : Compiling entry function '_Z1k' for 'sm_80'\n"
+        "ptxas info    : Function properties for _Z1k\n"
+        "    24 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers, 52 bytes smem, 400 bytes cmem[0]\n"
+    )
+    (k,) = kernels(report)
+    assert (k["stack"], k["stores"], k["loads"], k["registers"]) == ("24", "8", "16", "255")
