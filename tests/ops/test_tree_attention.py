@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from spec_kernels import (
     tree_attention_mla,
 )
 from spec_kernels.ops.tree_attention import KEY_BLOCK, MAX_SPLITS
+from spec_kernels.ops.tree_attention.traffic import attention_traffic, floors_table, mla_traffic
 from spec_kernels.testing.attention_cases import (
     FP8,
     check,
@@ -1026,11 +1028,6 @@ def test_splits_agree_with_their_twin():
         assert twin(length) == attention_splits(length)
 
 
-if __name__ == "__main__":
-    check_this_instruction_set()
-    print(_library.cpu_isa())
-
-
 def test_outputs_stand_apart(backend):
     """A table that the output overwrites would be read again after it was checked."""
     q, cache = torch.randn(1, 2, 1, 4), torch.randn(2, 4, 1, 4)
@@ -1081,3 +1078,51 @@ def test_a_call_without_rows_reads_no_values(backend):
     tables = torch.tensor([[1 << 40]])
     out, lse = tree_attention(q, cache, cache, tables, torch.tensor([-1]), words, backend=backend)
     assert out.shape == (1, 0, 1, 4) and lse.shape == (1, 0, 1)
+
+
+# --------------------------------------------------------------------------------------- traffic
+
+
+@pytest.mark.parametrize("context, latent", [(0, False), (60, True), (3000, False), (9000, True)])
+def test_traffic_is_what_a_loop_counts(context, latent):
+    heads, kv_heads, k_dim, v_dim, paths = 4, 1 if latent else 2, 24, 16, [1, 2, 2, 3]
+    size = attention_split_size(context)
+    partials = flops = 0
+    for path in paths:
+        splits = {p // size for p in range(context + path)}
+        if len(splits) > 1:
+            partials += len(splits) * heads * (v_dim + 2) * 4 * 2
+        flops += sum(2 * heads * (k_dim + v_dim) for _ in range(context + path))
+    row = 24 if latent else 2 * (24 + 16)
+    t = attention_traffic(
+        context,
+        4,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        latent=latent,
+        cache_itemsize=1,
+        path_lengths=paths,
+    )
+    assert (t.cache, t.partials, t.flops) == ((context + 4) * row, partials, flops)
+    assert (t.queries, t.outputs) == (16 * 24 * 2, 16 * (16 * 2 + 4))
+    assert t.most_bytes - t.least_bytes == t.partials
+    assert t.floor_us(1000.0)[0] == pytest.approx(t.least_bytes / 1e6)
+
+
+def test_traffic_of_the_cache_does_not_grow_with_heads_or_rows_of_the_tree():
+    one, many = (mla_traffic(8192, n) for n in (1, 64))
+    assert many.cache - one.cache == 63 * 576 * 2
+    with pytest.raises(ValueError, match="path_lengths: expected 2"):
+        attention_traffic(8, 2, num_heads=1, k_dim=8, v_dim=8, path_lengths=[1])
+
+
+def test_the_readme_has_the_floors_that_the_function_gives():
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert floors_table() in readme
+
+
+if __name__ == "__main__":
+    check_this_instruction_set()
+    print(_library.cpu_isa())
