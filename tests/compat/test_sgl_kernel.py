@@ -245,6 +245,19 @@ def test_case_02_slots_outside_the_pool(slot):
     assert first.tolist() == [[1, -1, -1]] and following.eq(-1).all()
 
 
+def test_case_02_a_parent_outside_the_pool_is_no_slot_outside_the_pool():
+    """Node 1 stands at slot -1; node 2 hangs on an entry that the list does not have."""
+    positions, index, first, following = link_outputs(1, 3)
+    mask = torch.zeros(9, dtype=torch.bool)
+    with pytest.warns(RuntimeWarning):
+        build_tree_kernel_efficient(
+            torch.tensor([[-1, 0, 1]]), torch.tensor([[-1, 6]]), torch.tensor([2]), mask, positions,
+            index, first, following, 2, 2, 3, 1,
+        )  # fmt: skip
+    assert first.eq(-1).all() and following.eq(-1).all()
+    assert mask.view(3, 3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+
+
 def build_arguments(mode=0, num_nodes=3, size=None, dtype=torch.bool):
     outs = link_outputs(1, num_nodes)
     sizes = {0: num_nodes * (4 + num_nodes), 1: num_nodes**2, 2: num_nodes}
@@ -657,6 +670,8 @@ def test_top_p_keeps_ties_and_renormalises():
         for limit in (p, torch.full((2,), p)):
             got = top_p_renorm_prob(probs, limit)
             torch.testing.assert_close(got, torch.stack((torch.tensor(first), probs[1])))
+    above = torch.tensor([[0.75, 0.5, 0.75]])  # reaches 1 before its end
+    torch.testing.assert_close(top_p_renorm_prob(above, 1.0), above / 2)
     got = top_p_renorm_prob(probs * 0.5, torch.tensor([0.9, 1.0]))
     torch.testing.assert_close(got, probs)  # the mass never reaches top_p: everything stays
     assert sgl_kernel.top_p_renorm_probs(probs, 0.3).equal(top_p_renorm_prob(probs, 0.3))
