@@ -14,16 +14,14 @@
 // brought to the target's total by a ratio of 32 bits, rounded down.
 #pragma once
 
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "common/dtype.h"
+#include "common/host_device.h"
 #include "common/isa.h"
-
-#if defined(__CUDACC__)
-#define SK_HOST_DEVICE __host__ __device__
-#else
-#define SK_HOST_DEVICE
-#endif
 
 namespace spec_kernels {
 
@@ -88,6 +86,60 @@ SK_HOST_DEVICE inline uint64_t coin_times(uint32_t bits, uint64_t total) {
   return bits * (total >> kCoinBits) + ((bits * (total & kLow)) >> kCoinBits);
 }
 
+// ---- Weights. `Math` is the arithmetic of a backend, on one element or on a vector V of them:
+// each of its products and sums is rounded, none is fused.
+
+// e^x is not needed below: it would weigh nothing.
+constexpr float kLeastLog = -30.0f;
+
+SK_HOST_DEVICE inline float inverse_temperature(float temperature) {
+  const float inverse = 1.0f / temperature;
+  return inverse < FLT_MIN ? FLT_MIN : inverse > FLT_MAX ? FLT_MAX : inverse;
+}
+
+// The logarithm of the relative probability, from 0 down to kLeastLog. It never rises as the value
+// falls, since each rounding keeps order.
+template <class Math, class V>
+SK_HOST_DEVICE inline V log_weight(V value, float greatest, float inverse) {
+  // inf - inf counts as 0: +inf entries share the weight.
+  const V difference = Math::zero_where_equal(value, greatest, Math::add(value, -greatest));
+  return Math::at_least(Math::mul(difference, inverse), kLeastLog);
+}
+
+// e^x for kLeastLog <= x <= 0 to about 2 ulp: the bits of exp_weights in reference.py.
+template <class Math, class V>
+SK_HOST_DEVICE inline V exp_weight(V x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const V n = Math::add(Math::add(Math::mul(x, 1.44269504f), kMagic), -kMagic);
+  V r = Math::add(x, Math::mul(n, -0.693359375f));
+  r = Math::add(r, Math::mul(n, 2.12194440e-4f));
+  V p = Math::add(Math::mul(r, 1.9875691500e-4f), 1.3981999507e-3f);
+  p = Math::add(Math::mul(p, r), 8.3334519073e-3f);
+  p = Math::add(Math::mul(p, r), 4.1665795894e-2f);
+  p = Math::add(Math::mul(p, r), 1.6666665459e-1f);
+  p = Math::add(Math::mul(p, r), 5.0000001201e-1f);
+  p = Math::add(Math::add(Math::mul(p, Math::mul(r, r)), r), 1.0f);
+  return Math::times_power_of_two(p, n);
+}
+
+// x in [0, 2), or -0, as a multiple of 2^-kWeightBits, truncated.
+SK_HOST_DEVICE inline uint64_t to_fixed(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  const uint64_t mantissa = (bits & 0x7FFFFFu) | 0x800000u;
+  const int shift = static_cast<int>(bits >> 23 & 0xFFu) - 127 + kWeightBits - 23;
+  if (shift >= 0) return mantissa << shift;
+  return shift > -24 ? mantissa >> -shift : 0;  // zero and subnormal floats too
+}
+
+// The mass that a nucleus must reach. Rounding may put it above the total: then all are kept.
+SK_HOST_DEVICE inline uint64_t nucleus_mass(float top_p, uint64_t total) {
+  const double mass = ceil(static_cast<double>(top_p) * static_cast<double>(total));
+  return mass < 1.0 ? 1 : static_cast<uint64_t>(mass);
+}
+
+// ---- Links.
+
 struct ChildSearch {
   int64_t child;  // -1 = none
   int32_t status;
@@ -114,7 +166,7 @@ class Children {
   SK_HOST_DEVICE void next() {
     if (++ordinal_ == num_nodes_) {
       child_ = -1;
-      status_ = kSiblingCycle;
+      status_ = mutant("tree_verify_bound") ? 0 : kSiblingCycle;
     } else {
       visit(next_sibling_(child_));
     }
@@ -122,7 +174,8 @@ class Children {
 
  private:
   SK_HOST_DEVICE void visit(int64_t child) {
-    const bool inside = child > node_ && child < num_nodes_;
+    const bool inside =
+        (child > node_ || mutant("tree_verify_upward")) && child >= 0 && child < num_nodes_;
     if (!inside && child != -1) status_ = kBadLink;
     child_ = inside ? child : -1;
   }
@@ -175,11 +228,8 @@ SK_HOST_DEVICE inline bool accepts(uint32_t coin, uint64_t p, uint64_t p_total, 
 // An entry of a row of q is sound within [0, 2); above 1, by rounding, it counts as 1.
 SK_HOST_DEVICE inline bool is_sound_draft(float q) { return q >= 0.0f && q < 2.0f; }
 
-// The weight of a sound entry, truncated like the target's; scaling by a power of two is exact.
-SK_HOST_DEVICE inline uint64_t draft_weight(float q) {
-  return static_cast<uint64_t>((q < 1.0f ? q : 1.0f) *
-                               static_cast<float>(uint64_t{1} << kWeightBits));
-}
+// The weight of a sound entry, truncated like the target's.
+SK_HOST_DEVICE inline uint64_t draft_weight(float q) { return to_fixed(q < 1.0f ? q : 1.0f); }
 
 // mantissa * 2^-shift, with 2^31 <= mantissa < 2^32.
 struct Ratio {
@@ -245,7 +295,8 @@ SK_HOST_DEVICE inline ChildSearch accept_by_draft(int64_t node, int64_t num_node
     if (token < 0 || token >= vocab) continue;
     const uint64_t q = row.draft(token);
     if (q == 0) continue;
-    const uint32_t coin = coin_bits(seed, position, kAccept, it.ordinal());
+    const uint32_t coin =
+        coin_bits(seed, position, kAccept, mutant("tree_verify_ordinal") ? 0 : it.ordinal());
     if (accepts(coin, row.weight(token), row.weight_total(), q, row.draft_total()))
       return {it.child(), 0};
     row.reject(token, make_ratio(row.weight_total(), row.draft_total()));
@@ -287,6 +338,90 @@ SK_HOST_DEVICE inline ChildSearch accept_typical(int64_t node, int64_t num_nodes
     }
   }
   return {found, it.status()};
+}
+
+// ---- The walk of one request.
+
+struct WalkRules {
+  int64_t num_nodes, vocab, num_columns;  // num_columns: room for the root and accepted drafts
+  uint64_t context_len, seed;
+  bool greedy, drafts, typical;
+  double epsilon, delta;
+};
+
+struct Step {
+  int64_t token;  // -1: there is none
+  ChildSearch found;
+  int32_t status;
+};
+
+// What a request emits after `node`, and the child that carries it. `row` is the distribution
+// there:
+//   greedy()          the id of the greatest value, -1 if there is none
+//   weigh()           finds the weights; false if there is no token to choose
+//   weigh_drafts()    finds those of q; false if one is unsound
+//   draw(coin)        the id that the coin picks from the weights as they stand
+//   any_rejected(), limit(epsilon, delta), and what accept_by_draft asks for
+template <class Tokens, class FirstChild, class NextSibling, class Row>
+SK_HOST_DEVICE inline Step take_step(const WalkRules& rules, int64_t node, int64_t depth,
+                                     const Tokens& tokens, const FirstChild& first_child,
+                                     const NextSibling& next_sibling, Row& row) {
+  const uint64_t position = rules.context_len + static_cast<uint64_t>(depth) + 1;
+  const bool room = depth + 1 < rules.num_columns;
+  Step step = {-1, {-1, 0}, 0};
+  if (rules.greedy) {
+    step.token = row.greedy();
+  } else if (row.weigh()) {
+    const bool has_child =
+        room && (rules.drafts || rules.typical) &&
+        !Children<FirstChild, NextSibling>(node, rules.num_nodes, first_child, next_sibling).done();
+    if (has_child && rules.drafts) {
+      if (!row.weigh_drafts()) step.status = kBadDraft;
+      step.found = accept_by_draft(node, rules.num_nodes, rules.vocab, rules.seed, position, tokens,
+                                   first_child, next_sibling, row);
+    } else if (has_child) {
+      step.found = accept_typical(node, rules.num_nodes, rules.vocab,
+                                  row.limit(rules.epsilon, rules.delta), tokens, first_child,
+                                  next_sibling, [&](int64_t id) { return row.weight(id); });
+    }
+    if (step.found.child >= 0) {
+      step.token = tokens(step.found.child);
+      return step;
+    }
+    // As long as nothing was rejected the distribution is the target's own, and so is the choice.
+    step.token = row.draw(
+        coin_bits(rules.seed, position,
+                  row.any_rejected() && !mutant("tree_verify_purpose") ? kResidual : kSample));
+    if (has_child) return step;
+  }
+  if (step.token < 0) {
+    step.status |= kNoToken;
+  } else if (room) {
+    step.found = find_child(node, step.token, rules.num_nodes, tokens, first_child, next_sibling);
+  }
+  return step;
+}
+
+struct Walked {
+  int64_t depth;
+  int32_t status;
+};
+
+// `visit(node)` makes `row` that of a node; `emit(depth, node, token)` is told of each.
+template <class Tokens, class FirstChild, class NextSibling, class Row, class Visit, class Emit>
+SK_HOST_DEVICE inline Walked walk_tree(const WalkRules& rules, const Tokens& tokens,
+                                       const FirstChild& first_child,
+                                       const NextSibling& next_sibling, Row& row,
+                                       const Visit& visit, const Emit& emit) {
+  Walked walked = {0, 0};
+  for (int64_t node = 0;; ++walked.depth) {
+    visit(node);
+    const Step step = take_step(rules, node, walked.depth, tokens, first_child, next_sibling, row);
+    emit(walked.depth, node, step.token < 0 ? 0 : step.token);
+    walked.status |= step.status | step.found.status;
+    node = step.found.child;
+    if (node < 0) return walked;
+  }
 }
 
 // ---- CPU row kernels. A row is cut into blocks, so that selection can skip whole blocks by their

@@ -9,8 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/check.h"
-#include "tree_verify/tree_verify.h"
+#include "tree_verify/tree_verify_args.h"
 
 namespace spec_kernels {
 namespace {
@@ -22,14 +21,6 @@ constexpr int64_t kChunk = 32768;
 constexpr int64_t kBlocksPerChunk = kChunk / kBlock;
 // Most nuclei are smaller than this, and cheap to find among the best values.
 constexpr int64_t kSmallNucleus = 128;
-
-struct Parameters {
-  float temperature = 0.0f;
-  int64_t top_k = 0;
-  float top_p = 1.0f;
-  float min_p = 0.0f;
-  uint64_t seed = 0;
-};
 
 // Working memory of one thread, kept from call to call: a row is too large to be mapped anew each
 // time.
@@ -67,14 +58,32 @@ int64_t choose_greedy(const Row& row) {
 // `row` of accept_by_draft.
 class Sampler {
  public:
-  Sampler(const Row& row, Scratch& scratch)
-      : row_(row), s_(scratch), num_blocks_((row.vocab + kBlock - 1) / kBlock) {}
+  Sampler(const TreeVerifyArgs& args, int64_t request, const Parameters& parameters,
+          Scratch& scratch)
+      : args_(args),
+        request_(request),
+        p_(parameters),
+        s_(scratch),
+        num_blocks_((args.vocab + kBlock - 1) / kBlock) {}
+
+  void move_to(int64_t node) {
+    row_.logits = args_.logits.at(request_, node);
+    row_.bias = static_cast<const float*>(args_.bias.at(request_, node));
+    row_.allowed = static_cast<const uint32_t*>(args_.allowed.at(request_, node));
+    row_.vocab = args_.vocab;
+    row_.dtype = args_.dtype;
+    s_.drafts.probs = args_.draft_probs.at(request_, node);
+    w_.rejected = nullptr;
+  }
+
+  int64_t greedy() const { return choose_greedy(row_); }
 
   // False when there is no token to choose.
-  bool weigh(const Parameters& p) {
+  bool weigh() {
+    const Parameters& p = p_;
     prepare();
     if (w_.greatest == kLowest) return false;
-    w_.inverse_temperature = std::min(std::max(1.0f / p.temperature, FLT_MIN), FLT_MAX);
+    w_.inverse_temperature = inverse_temperature(p.temperature);
     const bool top_k = p.top_k > 0 && p.top_k < row_.vocab;
     if (top_k) cut_top_k(p.top_k);
     if (p.top_p < 1.0f) {
@@ -98,11 +107,10 @@ class Sampler {
   }
 
   // False when q has an unsound entry.
-  bool weigh_drafts(const void* probs, Float dtype) {
+  bool weigh_drafts() {
     DraftRow& q = s_.drafts;
-    q.probs = probs;
     q.vocab = row_.vocab;
-    q.dtype = dtype;
+    q.dtype = args_.draft_dtype;
     q.num_rejected = 0;
     const auto kernel = SK_KERNEL(draft_sum);
     uint64_t sums[kMaxVocab / kChunk] = {};
@@ -176,7 +184,6 @@ class Sampler {
     w_.block_max = block_max;
     w_.greatest = *std::max_element(s_.block_max.begin(), s_.block_max.end());
     w_.cut = {kLowest, row_.vocab};
-    w_.rejected = nullptr;
   }
 
   uint64_t sum_weights() {
@@ -229,21 +236,15 @@ class Sampler {
     return total;
   }
 
-  // The mass that a nucleus must reach. Rounding may put it above the total: then all are kept.
-  static uint64_t share(float top_p, uint64_t total) {
-    const double mass = std::ceil(static_cast<double>(top_p) * static_cast<double>(total));
-    return std::max<uint64_t>(1, static_cast<uint64_t>(mass));
-  }
-
   // top-p among the candidates that top-k left.
   void cut_top_p_of_candidates(float top_p) {
     const uint64_t total = weigh_candidates();
-    cut_where_reached(0, share(top_p, total));
+    cut_where_reached(0, nucleus_mass(top_p, total));
   }
 
   // top-p among all values.
   void cut_top_p(float top_p) {
-    const uint64_t enough = share(top_p, sum_weights());
+    const uint64_t enough = nucleus_mass(top_p, sum_weights());
     gather(kSmallNucleus);
     if (weigh_candidates() >= enough) {
       cut_where_reached(0, enough);
@@ -298,8 +299,11 @@ class Sampler {
     w_.cut = {low->value, low->id};
   }
 
-  const Row& row_;
+  const TreeVerifyArgs& args_;
+  int64_t request_;
+  const Parameters& p_;
   Scratch& s_;
+  Row row_{};
   int64_t num_blocks_;
   Weights w_{};
   uint64_t total_ = 0, draft_total_ = 0;
@@ -313,205 +317,44 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
                  std::optional<Tensor> draft_probs, double typical_epsilon, double typical_delta,
                  Tensor accept_index, Tensor num_accepted, Tensor out_tokens, Tensor status) {
   check_cpu(kOp, "logits", logits);
-  check_float(kOp, "logits", logits);
-  check_shape(kOp, "logits", logits, {-1, -1, -1});
-  check_last_dim(kOp, "logits", logits);
-  const int64_t batch = logits.size(0);
-  const int64_t num_nodes = logits.size(1);
-  const int64_t vocab = logits.size(2);
-  SK_CHECK(num_nodes >= 1 && num_nodes <= kMaxNodes && vocab >= 1 && vocab <= kMaxVocab, kOp,
-           "logits",
-           "1 to " + std::to_string(kMaxNodes) + " nodes and 1 to " + std::to_string(kMaxVocab) +
-               " tokens",
-           shape_string(logits));
-  const auto check_ints = [&](const char* name, const Tensor& t,
-                              std::initializer_list<int64_t> shape) {
-    check_cpu(kOp, name, t);
-    check_int(kOp, name, t);
-    check_shape(kOp, name, t, shape);
-  };
-  const auto check_typed = [&](const char* name, const Tensor& t, ScalarType type,
-                               std::initializer_list<int64_t> shape) {
-    check_cpu(kOp, name, t);
-    check_dtype(kOp, name, t, type);
-    check_shape(kOp, name, t, shape);
-  };
-  check_ints("tokens", tokens, {batch, num_nodes});
-  check_ints("first_child", first_child, {batch, num_nodes});
-  check_ints("next_sibling", next_sibling, {batch, num_nodes});
-  check_ints("context_lens", context_lens, {batch});
-  if (temperature) {
-    check_typed("temperature", *temperature, ScalarType::Float, {batch});
-    SK_CHECK(seeds.has_value(), kOp, "seeds", "one seed for each request when temperature is given",
-             "None");
-  }
-  if (top_k) check_ints("top_k", *top_k, {batch});
-  if (top_p) check_typed("top_p", *top_p, ScalarType::Float, {batch});
-  if (min_p) check_typed("min_p", *min_p, ScalarType::Float, {batch});
-  if (seeds) check_typed("seeds", *seeds, ScalarType::Long, {batch});
-  if (logit_bias) {
-    check_typed("logit_bias", *logit_bias, ScalarType::Float, {batch, vocab});
-    check_last_dim(kOp, "logit_bias", *logit_bias);
-  }
-  if (allowed) {
-    check_typed("allowed", *allowed, ScalarType::Int, {batch, num_nodes, (vocab + 31) / 32});
-    check_last_dim(kOp, "allowed", *allowed);
-  }
-  if (draft_probs) {
-    check_cpu(kOp, "draft_probs", *draft_probs);
-    check_float(kOp, "draft_probs", *draft_probs);
-    check_shape(kOp, "draft_probs", *draft_probs, {batch, num_nodes, vocab});
-    check_last_dim(kOp, "draft_probs", *draft_probs);
-  }
-  const bool typical = typical_epsilon != 0.0 || typical_delta != 0.0;
-  if (typical) {
-    SK_CHECK(typical_epsilon > 0.0 && typical_epsilon <= 1.0, kOp, "typical_epsilon",
-             "a number in (0, 1]", typical_epsilon);
-    SK_CHECK(typical_delta > 0.0 && typical_delta <= DBL_MAX, kOp, "typical_delta",
-             "a finite number > 0", typical_delta);
-    SK_CHECK(!draft_probs, kOp, "draft_probs", "none beside typical acceptance", "a tensor");
-  }
-  check_ints("accept_index", accept_index, {batch, -1});
-  const int64_t num_columns = accept_index.size(1);
-  SK_CHECK(num_columns >= 1, kOp, "accept_index", "at least one column",
-           shape_string(accept_index));
-  check_ints("num_accepted", num_accepted, {batch});
-  check_ints("out_tokens", out_tokens, {batch, num_columns});
-  check_ints("status", status, {batch});
-  const auto given = [](const std::optional<Tensor>& t) { return t ? &*t : nullptr; };
-  check_outputs_apart(kOp,
-                      {{"accept_index", &accept_index},
-                       {"num_accepted", &num_accepted},
-                       {"out_tokens", &out_tokens},
-                       {"status", &status}},
-                      {{"logits", &logits},
-                       {"tokens", &tokens},
-                       {"first_child", &first_child},
-                       {"next_sibling", &next_sibling},
-                       {"context_lens", &context_lens},
-                       {"temperature", given(temperature)},
-                       {"top_k", given(top_k)},
-                       {"top_p", given(top_p)},
-                       {"min_p", given(min_p)},
-                       {"seeds", given(seeds)},
-                       {"logit_bias", given(logit_bias)},
-                       {"allowed", given(allowed)},
-                       {"draft_probs", given(draft_probs)}});
-
-  const IntMatrix lengths(context_lens);
-  const auto float_at = [](const std::optional<Tensor>& t, int64_t b, float otherwise) {
-    return t ? static_cast<const float*>(t->data_ptr())[b * t->stride(0)] : otherwise;
-  };
-  const auto int_at = [](const std::optional<Tensor>& t, int64_t b) {
-    return t ? IntMatrix(*t)(b) : 0;
-  };
-  std::vector<Parameters> parameters(static_cast<size_t>(batch));
-  for (int64_t b = 0; b < batch; ++b) {
-    if (lengths(b) < 0) continue;
+  const TreeVerifyArgs args = tree_verify_args(
+      kOp, logits, tokens, first_child, next_sibling, context_lens, temperature, top_k, top_p,
+      min_p, seeds, logit_bias, allowed, draft_probs, typical_epsilon, typical_delta, accept_index,
+      num_accepted, out_tokens, status);
+  std::vector<Parameters> parameters(static_cast<size_t>(args.batch));
+  for (int64_t b = 0; b < args.batch; ++b) {
+    if (args.context_lens(b) < 0) continue;
     Parameters& p = parameters[static_cast<size_t>(b)];
-    p.temperature = float_at(temperature, b, 0.0f);
-    p.top_k = int_at(top_k, b);
-    p.top_p = float_at(top_p, b, 1.0f);
-    p.min_p = float_at(min_p, b, 0.0f);
-    p.seed = static_cast<uint64_t>(int_at(seeds, b));
-    SK_CHECK(p.temperature >= 0.0f && p.temperature <= FLT_MAX, kOp, "temperature",
-             "finite values >= 0", p.temperature);
-    SK_CHECK(p.top_p >= 0.0f, kOp, "top_p", "values >= 0", p.top_p);
-    SK_CHECK(p.min_p <= 1.0f, kOp, "min_p", "values <= 1", p.min_p);
+    p = args.parameters(b);
+    const BadParameter bad = out_of_range(p);
+    if (bad != BadParameter::kNone) refuse(kOp, bad, value_of(p, bad));
   }
-
-  const IntMatrix token_of(tokens), child_of(first_child), sibling_of(next_sibling);
-  const MutableIntMatrix path(accept_index), count(num_accepted), emitted(out_tokens),
-      flags(status);
-  const Float dtype = float_kind(logits.scalar_type());
-  const auto row_at = [&](int64_t b, int64_t node) {
-    Row row{};
-    row.logits = static_cast<const char*>(logits.data_ptr()) +
-                 (b * logits.stride(0) + node * logits.stride(1)) * float_size(dtype);
-    if (logit_bias)
-      row.bias = static_cast<const float*>(logit_bias->data_ptr()) + b * logit_bias->stride(0);
-    if (allowed) {
-      row.allowed = static_cast<const uint32_t*>(allowed->data_ptr()) + b * allowed->stride(0) +
-                    node * allowed->stride(1);
-    }
-    row.vocab = vocab;
-    row.dtype = dtype;
-    return row;
-  };
-  const auto draft_row_at = [&](int64_t b, int64_t node) -> const void* {
-    return static_cast<const char*>(draft_probs->data_ptr()) +
-           (b * draft_probs->stride(0) + node * draft_probs->stride(1)) *
-               float_size(float_kind(draft_probs->scalar_type()));
-  };
   const auto walk = [&](int64_t b) {
     thread_local Scratch scratch;
     const Parameters& p = parameters[static_cast<size_t>(b)];
-    const auto tokens_at = [&](int64_t i) { return token_of(b, i); };
-    const auto child_at = [&](int64_t i) { return child_of(b, i); };
-    const auto sibling_at = [&](int64_t i) { return sibling_of(b, i); };
-    int32_t bits = 0;
-    int64_t node = 0;
-    int64_t depth = 0;
-    path.set(b, 0, 0);
-    for (;;) {
-      const Row row = row_at(b, node);
-      const uint64_t position =
-          static_cast<uint64_t>(lengths(b)) + static_cast<uint64_t>(depth) + 1;
-      const bool room = depth + 1 < num_columns;
-      ChildSearch found = {-1, 0};
-      int64_t token = -1;
-      const auto follow = [&](int64_t chosen) {
-        token = chosen;
-        if (room && token >= 0)
-          found = find_child(node, token, num_nodes, tokens_at, child_at, sibling_at);
-      };
-      Sampler sampler(row, scratch);
-      if (p.temperature == 0.0f) {
-        follow(choose_greedy(row));
-      } else if (sampler.weigh(p)) {
-        const bool has_child = room && !Children(node, num_nodes, child_at, sibling_at).done();
-        if (has_child && draft_probs) {
-          const Float kind = float_kind(draft_probs->scalar_type());
-          if (!sampler.weigh_drafts(draft_row_at(b, node), kind)) bits |= kBadDraft;
-          found = accept_by_draft(node, num_nodes, vocab, p.seed, position, tokens_at, child_at,
-                                  sibling_at, sampler);
-        } else if (has_child && typical) {
-          found = accept_typical(node, num_nodes, vocab,
-                                 sampler.limit(typical_epsilon, typical_delta), tokens_at, child_at,
-                                 sibling_at, [&](int64_t id) { return sampler.weight(id); });
-        } else {
-          follow(sampler.draw(coin_bits(p.seed, position, kSample)));
-        }
-        if (found.child >= 0) {
-          token = token_of(b, found.child);
-        } else if (token < 0) {
-          // As long as nothing was rejected the distribution is the target's own, and so is the
-          // choice.
-          const Purpose purpose = sampler.any_rejected() ? kResidual : kSample;
-          token = sampler.draw(coin_bits(p.seed, position, purpose));
-        }
-      }
-      emitted.set(b, depth, std::max<int64_t>(token, 0));
-      if (token < 0) bits |= kNoToken;
-      bits |= found.status;
-      if (found.child < 0) break;
-      node = found.child;
-      ++depth;
-      path.set(b, depth, node);
-    }
-    count.set(b, 0, depth);
-    flags.set(b, 0, bits);
+    Sampler sampler(args, b, p, scratch);
+    const Walked walked = walk_tree(
+        args.rules(b, p), [&](int64_t i) { return args.tokens(b, i); },
+        [&](int64_t i) { return args.first_child(b, i); },
+        [&](int64_t i) { return args.next_sibling(b, i); }, sampler,
+        [&](int64_t node) { sampler.move_to(node); },
+        [&](int64_t depth, int64_t node, int64_t token) {
+          args.accept_index.set(b, depth, node);
+          args.out_tokens.set(b, depth, token);
+        });
+    args.num_accepted.set(b, 0, walked.depth);
+    args.status.set(b, 0, walked.status);
   };
   // One request at a time per thread; a lone request leaves the threads to the chunks of its rows.
-  torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, args.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      for (int64_t i = 0; i < num_columns; ++i) {
-        path.set(b, i, -1);
-        emitted.set(b, i, -1);
+      for (int64_t i = 0; i < args.num_columns; ++i) {
+        args.accept_index.set(b, i, -1);
+        args.out_tokens.set(b, i, -1);
       }
-      count.set(b, 0, 0);
-      flags.set(b, 0, 0);
-      if (lengths(b) >= 0) walk(b);
+      args.num_accepted.set(b, 0, 0);
+      args.status.set(b, 0, 0);
+      if (args.context_lens(b) >= 0) walk(b);
     }
   });
 }

@@ -30,30 +30,26 @@ SK_INLINE F32x16 raw_values(const Row& row, int64_t i) {
   return v;
 }
 
-// The logarithm of the relative probability, from 0 down to -30, where the weight has become 0. It
-// never rises as the value falls, since each rounding keeps order.
+// The arithmetic of the weights on sixteen values.
+struct Math {
+  SK_INLINE F32x16 add(F32x16 a, F32x16 b) { return a + b; }
+  SK_INLINE F32x16 add(F32x16 a, float b) { return a + b; }
+  SK_INLINE F32x16 mul(F32x16 a, F32x16 b) { return a * b; }
+  SK_INLINE F32x16 mul(F32x16 a, float b) { return a * b; }
+  SK_INLINE F32x16 at_least(F32x16 a, float b) { return max(a, splat(b)); }
+  SK_INLINE F32x16 zero_where_equal(F32x16 a, float b, F32x16 otherwise) {
+    return select(equal(a, splat(b)), splat(0.0f), otherwise);
+  }
+  SK_INLINE F32x16 times_power_of_two(F32x16 p, F32x16 n) {
+    return p * (F32x16)((__builtin_convertvector(n, I32x16) + 127) << 23);
+  }
+};
+
 SK_INLINE F32x16 log_weight(const Weights& w, F32x16 v) {
-  // inf - inf counts as 0: +inf entries share the weight.
-  const F32x16 difference = select(equal(v, splat(w.greatest)), splat(0.0f), v - w.greatest);
-  return max(difference * w.inverse_temperature, splat(-30.0f));
+  return spec_kernels::log_weight<Math>(v, w.greatest, w.inverse_temperature);
 }
 
-// e^x for -30 <= x <= 0 to about 2 ulp, without a fused multiply-add: the bits of exp_weights in
-// reference.py.
-SK_INLINE F32x16 exp_weight(F32x16 x) {
-  const F32x16 kMagic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F32x16 n = (x * 1.44269504f + kMagic) - kMagic;
-  F32x16 r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  F32x16 p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * (r * r) + r) + 1.0f;
-  return p * (F32x16)((__builtin_convertvector(n, I32x16) + 127) << 23);
-}
+SK_INLINE F32x16 exp_weight(F32x16 x) { return spec_kernels::exp_weight<Math>(x); }
 
 // weight * 2^40 truncated, as high * 2^16 + low.
 struct Fixed {

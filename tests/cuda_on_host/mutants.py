@@ -46,6 +46,29 @@ MUTANTS = {
     "tree_build_links": ("tree_build", "test_static_tree_from_paths", 0),
     "tree_build_order": ("tree_build", "test_ranks_by_score_then_lower_index", 0),
     "tree_build_padding": ("tree_build", "test_chain_padded_at_its_end", 0),
+    "tree_verify_barrier": ("tree_verify", "test_case_04_ids_stay_within_the_vocabulary", 1),
+    "tree_verify_bound": ("tree_verify", "test_case_02_broken_links_end_the_walk", 0),
+    "tree_verify_closed": ("tree_verify", "test_case_01_probability_zero_is_never_chosen", 0),
+    "tree_verify_cut_tie": ("tree_verify_cuda", "test_ties_that_no_list_takes", 0),
+    "tree_verify_nan": ("tree_verify", "test_case_04_ids_stay_within_the_vocabulary", 0),
+    "tree_verify_ordinal": (
+        "tree_verify_drafts",
+        "test_compiled_kernels_take_the_references_path",
+        0,
+    ),
+    "tree_verify_padding": ("tree_verify", "test_case_05_padded_and_shrunk_batches", 0),
+    "tree_verify_purpose": (
+        "tree_verify_drafts",
+        "test_compiled_kernels_take_the_references_path",
+        0,
+    ),
+    "tree_verify_renormalise": (
+        "tree_verify_drafts",
+        "test_compiled_kernels_take_the_references_path",
+        0,
+    ),
+    "tree_verify_tie_order": ("tree_verify", "test_ties_go_to_the_lower_id", 0),
+    "tree_verify_upward": ("tree_verify", "test_case_02_links_upwards_cannot_go_round", 0),
 }
 
 

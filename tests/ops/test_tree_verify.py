@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_kernels import Purpose, Verified, VerifyStatus, _library, link_tree, tree_verify
+from spec_kernels.ops.common import EXTRA_BACKENDS
 from spec_kernels.ops.tree_verify.reference import (
     coin,
     exp_weights,
@@ -22,7 +23,9 @@ from spec_kernels.ops.tree_verify.reference import (
     token_weights,
     values_of,
 )
-from spec_kernels.testing.compare import poisoned
+from spec_kernels.testing.compare import poisoned, value_checks, value_out_of_range
+
+BACKENDS = ("reference", "cpu", "cuda_on_host")
 
 GOLDEN = {
     "tokens": torch.tensor([[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]),
@@ -543,14 +546,26 @@ def test_top_p_always_keeps_the_best(backend, top_p):
         ("min_p", math.nan),
     ],
 )
-def test_parameters_out_of_range_are_refused_before_anything_is_written(backend, name, value):
-    parameters = per_request(2, temperature=1.0, top_p=1.0, min_p=0.0, seeds=1)
+def test_parameters_out_of_range_are_refused(backend, name, value):
+    """Before anything is written; on a device the request emits nothing, and its status tells."""
+    parameters = per_request(3, temperature=1.0, top_p=1.0, min_p=0.0, seeds=1)
+    logits = torch.zeros(3, 3)
+    sound = roots_only(logits, **parameters)
     parameters[name][1] = value
-    out = poisoned_out(2, 1)
-    before = [t.clone() for t in fields(out)]
-    with pytest.raises(ValueError, match=f"spec_kernels::tree_verify: {name}: expected .*, got"):
-        roots_only(torch.zeros(2, 3), **parameters, out=out, backend=backend)
-    assert all(a.equal(b) for a, b in zip(fields(out), before, strict=True))
+    for raises in value_checks(backend):
+        out = poisoned_out(3, 2)
+        before = [t.clone() for t in fields(out)]
+        match = f"spec_kernels::tree_verify: {name}: expected .*, got {value}"
+        with value_out_of_range(match, raises):
+            roots_only(logits, **parameters, out=out, backend=backend)
+        if backend in ("reference", "cpu"):
+            assert all(a.equal(b) for a, b in zip(fields(out), before, strict=True))
+        else:
+            assert out.status.tolist() == [0, int(VerifyStatus.BAD_PARAMETER), 0]
+            assert out.num_accepted.tolist() == [0, 0, 0]
+            assert out.accept_index.tolist() == [[0, -1], [-1, -1], [0, -1]]
+            assert out.tokens[::2, 0].equal(sound.tokens[::2, 0])
+            assert out.tokens[1].tolist() == [-1, -1]
 
 
 def test_rows_off_the_path_are_not_read(backend):
@@ -666,7 +681,7 @@ def test_backends_agree_bit_for_bit(seed):
 
 
 @pytest.mark.parametrize("scale", [0.1, 6.0])
-def test_large_vocabulary_whatever_the_thread_count(scale):
+def test_large_vocabulary_whatever_the_thread_count(backend, scale):
     """Several chunks of a row; the nucleus is a handful of tokens, or tens of thousands."""
     vocab = 70_003
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(0)) * scale
@@ -678,12 +693,16 @@ def test_large_vocabulary_whatever_the_thread_count(scale):
         "seeds": torch.arange(6),
     }
     expected = roots_only(logits, **arguments, backend="reference")
-    assert_equal(roots_only(logits, **arguments), expected)
+    assert_equal(roots_only(logits, **arguments, backend=backend), expected)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = [
-            roots_only(logits[b : b + 1], **{n: t[b : b + 1] for n, t in arguments.items()})
+            roots_only(
+                logits[b : b + 1],
+                **{n: t[b : b + 1] for n, t in arguments.items()},
+                backend=backend,
+            )
             for b in range(6)
         ]
     finally:
@@ -774,7 +793,8 @@ def test_raw_op_refuses_what_the_api_would(backend):
     if backend == "reference":
         pytest.skip("the reference leaves shapes to the API")
     arguments = raw_arguments(Verified.allocate(2, 3))
-    op = torch.ops.spec_kernels.tree_verify.default
+    namespace = EXTRA_BACKENDS.get(backend, "spec_kernels")
+    op = getattr(torch.ops, namespace).tree_verify.default
     op(*arguments)
     for i, argument in enumerate(arguments):
         if not isinstance(argument, torch.Tensor):

@@ -27,6 +27,7 @@ from spec_kernels.ops.tree_verify.reference import (
 )
 from spec_kernels.testing.compare import poisoned
 
+BACKENDS = ("reference", "cpu", "cuda_on_host")
 NUM_COINS = 1 << COIN_BITS
 # At position 6 these seeds give the smallest and the greatest coin of the first sibling.
 EXTREME_SEEDS = [3373966, 9854617]
@@ -743,7 +744,7 @@ def test_strided_probabilities(backend, dtype):
     assert got.num_accepted.any()
 
 
-def test_compiled_kernels_take_the_references_path():
+def test_compiled_kernels_take_the_references_path(backend):
     """Drafts near the target, so that walks are long, at sizes around blocks and vectors."""
     rng = random.Random(5)
     for case in range(60):
@@ -766,11 +767,11 @@ def test_compiled_kernels_take_the_references_path():
             poisoned(batch, 9, dtype=torch.int64),
             poisoned(batch, dtype=torch.int32),
         )
-        assert_equal(tree_verify(logits, **arguments, out=out), expected)
+        assert_equal(tree_verify(logits, **arguments, out=out, backend=backend), expected)
         assert not expected.status.any()
 
 
-def test_large_vocabulary_whatever_the_thread_count():
+def test_large_vocabulary_whatever_the_thread_count(backend):
     vocab, parents = 70_003, [-1, 0, 0, 1, 3]
     logits, q, generator = random_model(0, 3, len(parents), vocab, 0.5)
     arguments = {
@@ -779,13 +780,13 @@ def test_large_vocabulary_whatever_the_thread_count():
         "draft_probs": q.bfloat16(),
     }
     expected = tree_verify(logits, **arguments, backend="reference")
-    assert_equal(tree_verify(logits, **arguments), expected)
+    assert_equal(tree_verify(logits, **arguments, backend=backend), expected)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for b in range(3):
             alone = {n: t[b : b + 1] for n, t in arguments.items()}
-            got = tree_verify(logits[b : b + 1], **alone)
+            got = tree_verify(logits[b : b + 1], **alone, backend=backend)
             assert got.tokens.equal(expected.tokens[b : b + 1])
     finally:
         torch.set_num_threads(threads)

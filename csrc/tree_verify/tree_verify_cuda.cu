@@ -1,0 +1,814 @@
+// One block a request walks its tree. A row is streamed from memory for as many passes as the
+// request's parameters need, and the few tokens that top-k or top-p keep are put in order in shared
+// memory; no copy of a row is made, and rows off the path are not read. All sums are of integers,
+// so neither the number of threads nor their order shows in the result.
+//
+// Passes over the row of each node on the path (V elements of 2 or 4 bytes; after the first they
+// come from L2), and what they compute by:
+//   greedy             1   comparisons
+//   target-only        3   greatest; weights; the warp whose sum holds the coin, again
+//   + top-k            2   greatest; gathering the values above a bound. The rest is in the list
+//   + top-p            3   greatest; weights; gathering. The rest is in the list
+//   + where the list does not hold what is kept (top-k or a nucleus beyond some hundreds):
+//                      + up to 6 of 64 bins each (3 for bf16 without bias), 1 gathering, 2 weights
+//   draft-probability  + q once, and p and q once for each draft that is rejected (the few that the
+//                      list keeps, if there is one)
+//
+// Computed, not measured, for V = 163840 in bf16 (0.33 MB a row): the row is 0.18 us of 1.8 TB/s or
+// 0.07 us of 4.8 TB/s, so one block does not come near: it is bound by what one multiprocessor
+// loads, about 64 bytes a clock, 2.1 to 2.9 us a pass at 2.4 to 1.8 GHz, and where weights are
+// computed by its arithmetic, some 40 instructions an element, 21 to 28 us. A greedy node should
+// take 3 us, a sampled one with top-k 6 us, with top-p alone 30 us, with neither 30 us.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "common/device.cuh"
+#include "tree_verify/tree_verify_args.h"
+
+namespace spec_kernels {
+namespace {
+
+constexpr char kOp[] = "tree_verify";
+constexpr int kWarp = 32;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / kWarp;
+constexpr int kListCapacity = 2048;
+constexpr int kNumBins = 64;
+// A weight, up to 2^kWeightBits, in limbs: one column of a bin takes kMaxVocab / kWarp of them.
+constexpr int kNumLimbs = 3;
+constexpr int kLimbBits = 14;
+static_assert(kNumLimbs * kLimbBits > kWeightBits, "a weight fits in its limbs");
+static_assert((kMaxVocab / kWarp) << kLimbBits <= int64_t{1} << 31, "no column overflows");
+
+// Of values, sortable as unsigned integers; -0 counts as 0.
+constexpr uint32_t kLeastKey = 0x007FFFFFu;  // of -inf
+constexpr uint32_t kGreatestKey = 0xFFFFFFFFu;
+
+struct BlockState {
+  uint64_t partial[kMaxWarps];
+  uint64_t segment[kMaxWarps];  // sum of the weights in each warp's part of the row or list
+  uint64_t bin_amount[kNumBins];
+  uint32_t bin_count[kNumBins];
+  int32_t count;
+  int64_t rejected[kMaxRejections];
+  Ratio ratio[kMaxRejections];
+  union {
+    uint64_t list[kListCapacity];
+    uint32_t bins[1 + kNumLimbs][kNumBins][kWarp];  // a column for each lane, so none collide
+  };
+};
+
+// The arithmetic of the weights on one value.
+struct Math {
+#if defined(__CUDA_ARCH__)
+  __device__ static float add(float a, float b) { return __fadd_rn(a, b); }
+  __device__ static float mul(float a, float b) { return __fmul_rn(a, b); }
+#else
+  SK_HOST_DEVICE static float add(float a, float b) { return a + b; }
+  SK_HOST_DEVICE static float mul(float a, float b) { return a * b; }
+#endif
+  SK_HOST_DEVICE static float at_least(float a, float b) { return a > b ? a : b; }
+  SK_HOST_DEVICE static float zero_where_equal(float a, float b, float otherwise) {
+    return a == b ? 0.0f : otherwise;
+  }
+  SK_HOST_DEVICE static float times_power_of_two(float p, float n) {
+    // Both normal, and so is the product: the exponents add up. n + 1.5 * 2^23 ends in the bits of
+    // n.
+    return from_bits(bits(p) + (bits(add(n, 12582912.0f)) << 23));
+  }
+  SK_HOST_DEVICE static uint32_t bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof(u));
+    return u;
+  }
+  SK_HOST_DEVICE static float from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof(x));
+    return x;
+  }
+};
+
+__device__ inline uint32_t key_of(float v) {
+  const uint32_t u = Math::bits(Math::add(v, 0.0f));
+  return u >> 31 ? ~u : u | 0x80000000u;
+}
+__device__ inline float value_of_key(uint32_t key) {
+  return Math::from_bits(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
+
+// Ids in an order of which the greater is better.
+__device__ inline uint32_t id_rank(int id) {
+  return mutant("tree_verify_tie_order") ? static_cast<uint32_t>(id) : ~static_cast<uint32_t>(id);
+}
+__device__ inline int ranked_id(uint32_t rank) {
+  return static_cast<int>(mutant("tree_verify_tie_order") ? rank : ~rank);
+}
+
+// Greater is better: by value, then by lower id.
+__device__ inline uint64_t rank_of(float v, int id) {
+  return uint64_t{key_of(v)} << 32 | id_rank(id);
+}
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
+__device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarp; }
+__device__ inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+__device__ inline uint64_t warp_sum(uint64_t v) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+  return v;
+}
+__device__ inline uint64_t warp_max(uint64_t v) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    const uint64_t other = __shfl_xor_sync(0xffffffffu, v, mask);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
+// Every function below that all threads of a block enter together starts with a barrier before it
+// writes to shared memory, so what one leaves there may be read until the next is entered.
+
+__device__ inline uint64_t block_max(BlockState& s, uint64_t v) {
+  v = warp_max(v);
+  __syncthreads();
+  if (lane_id() == 0) s.partial[warp_id()] = v;
+  __syncthreads();
+  return warp_max(lane_id() < num_warps() ? s.partial[lane_id()] : 0);
+}
+
+__device__ inline uint64_t block_sum(BlockState& s, uint64_t v) {
+  v = warp_sum(v);
+  __syncthreads();
+  if (lane_id() == 0) s.partial[warp_id()] = v;
+  __syncthreads();
+  return warp_sum(lane_id() < num_warps() ? s.partial[lane_id()] : 0);
+}
+
+__device__ inline bool exceeds(uint64_t cumulative, uint64_t below) {
+  return cumulative > below || (cumulative == below && mutant("tree_verify_closed"));
+}
+
+// The lane whose share of the cumulative sum over lanes exceeds `below` first; what stands before
+// it is taken off `below`. The sum over all lanes must exceed it.
+__device__ inline int pick_lane(uint64_t v, uint64_t& below) {
+  uint64_t inclusive = v;
+  for (int delta = 1; delta < kWarp; delta *= 2) {
+    const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, delta);
+    if (lane_id() >= delta) inclusive += other;
+  }
+  const unsigned hits = __ballot_sync(0xffffffffu, exceeds(inclusive, below));
+  const int found = __ffs(static_cast<int>(hits)) - 1;
+  below -= __shfl_sync(0xffffffffu, inclusive - v, found);
+  return found;
+}
+
+// A row of floats, by aligned vectors of 16 bytes. Position u of it is id u - shift; `filler`
+// stands where no id is, so nothing outside the row is read.
+template <Float kKind>
+struct Stream {
+  using Bits = std::conditional_t<kKind == Float::kBf16, uint16_t, uint32_t>;
+  static constexpr int kVec = 16 / sizeof(Bits);
+  static constexpr int kTile = kWarp * kVec;
+
+  const Bits* base;
+  int shift, size;
+  Bits filler;
+
+  Stream() = default;
+  __device__ Stream(const void* row, int64_t num_elements, Bits fill) : filler(fill) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(row);
+    shift = static_cast<int>(address % 16 / sizeof(Bits));
+    base = reinterpret_cast<const Bits*>(address - shift * sizeof(Bits));
+    size = static_cast<int>(num_elements);
+  }
+
+  __device__ int num_tiles() const { return divide_up(shift + size, kTile); }
+
+  __device__ uint4 fetch(int u) const {
+    if (u >= shift && u + kVec <= shift + size) {
+      return __ldg(reinterpret_cast<const uint4*>(base + u));
+    }
+    uint32_t word[4] = {};
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const bool inside = u + j >= shift && u + j < shift + size;
+      const uint32_t bits = inside ? base[u + j] : filler;
+      if constexpr (kKind == Float::kBf16) {
+        word[j / 2] |= bits << (j % 2 * 16);
+      } else {
+        word[j] = bits;
+      }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+  }
+
+  __device__ static void unpack(const uint4& raw, float (&v)[kVec]) {
+    const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if constexpr (kKind == Float::kBf16) {
+        v[j] = Math::from_bits(j % 2 ? word[j / 2] & 0xFFFF0000u : word[j / 2] << 16);
+      } else {
+        v[j] = Math::from_bits(word[j]);
+      }
+    }
+  }
+
+  // Calls f(u, values) for this lane's vectors of the tiles [first, last). Two are under way at a
+  // time.
+  template <class F>
+  __device__ void each(int first, int last, const F& f) const {
+    for (int t = first; t < last; t += 2) {
+      int u = t * kTile + lane_id() * kVec;
+      const bool second = t + 1 < last;
+      uint4 raw = fetch(u);
+      const uint4 next = second ? fetch(u + kTile) : raw;
+#pragma unroll 1
+      for (int half = 0; half <= static_cast<int>(second); ++half) {
+        float v[kVec];
+        unpack(raw, v);
+        f(u, v);
+        raw = next;
+        u += kTile;
+      }
+    }
+  }
+};
+
+__device__ inline float float_at(const void* row, Float kind, int64_t i) {
+  return kind == Float::kBf16
+             ? Math::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(row)[i]) << 16)
+             : static_cast<const float*>(row)[i];
+}
+
+struct Found {
+  float value;
+  int id;
+  int place;  // in the list
+};
+
+// The target's distribution at one node and q beside it: the `row` of walk_tree. All threads of the
+// block enter every function together and get the same result.
+template <Float kKind>
+class NodeRow {
+  using Values = Stream<kKind>;
+  static constexpr int kVec = Values::kVec;
+
+ public:
+  __device__ NodeRow(const TreeVerifyArgs& args, int64_t request, const Parameters& parameters,
+                     BlockState& state)
+      : a_(args), request_(request), p_(parameters), s_(state) {}
+
+  __device__ void move_to(int64_t node) {
+    row_ = Values(a_.logits.at(request_, node), a_.vocab,
+                  kKind == Float::kBf16 ? 0xFF80u : 0xFF800000u);
+    bias_ = static_cast<const float*>(a_.bias.at(request_, node));
+    allowed_ = static_cast<const uint32_t*>(a_.allowed.at(request_, node));
+    probs_ = a_.draft_probs.at(request_, node);
+    list_ = List::kNone;
+    weighed_ = Weighed::kTarget;
+    num_rejected_ = 0;
+  }
+
+  __attribute__((noinline)) __device__ int64_t greedy() {
+    float best = value_of_key(kLeastKey);
+    int where = 0;
+    const Part part = own_part(row_.num_tiles());
+    each_vector(part, [&](int u, const float(&v)[kVec]) {
+      const float m = greatest_of(v);
+      if (m > best) {  // strictly: of equal values the first stays
+        best = m;
+        where = u;
+      }
+    });
+    const uint64_t found = block_max(s_, rank_of(best, where));
+    best = value_of_key(static_cast<uint32_t>(found >> 32));
+    if (static_cast<uint32_t>(found >> 32) == kLeastKey) return -1;
+    int id = ranked_id(static_cast<uint32_t>(found)) - row_.shift;
+    for (id = id < 0 ? 0 : id; value_at(id) != best;) ++id;
+    return id;
+  }
+
+  __device__ bool weigh() {
+    float own = value_of_key(kLeastKey);
+    each_vector(own_part(row_.num_tiles()), [&](int, const float(&v)[kVec]) {
+      const float m = greatest_of(v);
+      own = m > own ? m : own;
+    });
+    own_key_ = key_of(own);
+    greatest_key_ = static_cast<uint32_t>(block_max(s_, own_key_));
+    if (greatest_key_ == kLeastKey) return false;
+    greatest_ = value_of_key(greatest_key_);
+    inverse_ = inverse_temperature(p_.temperature);
+    cut_ = {value_of_key(kLeastKey), row_.size, 0};
+    min_p_ = 0.0f;
+    if (p_.top_k > 0 && p_.top_k < row_.size) cut_at<false>(static_cast<uint64_t>(p_.top_k));
+    if (p_.top_p < 1.0f) cut_at<true>(nucleus_mass(p_.top_p, sum()));
+    min_p_ = p_.min_p;
+    if (list_ == List::kByRank) {
+      list_ = List::kById;
+      sort_list(true);
+    }
+    total_ = sum();
+    return true;
+  }
+
+  __device__ int64_t draw(uint32_t coin) { return locate(coin_times(coin, total_)).id; }
+
+  __attribute__((noinline)) __device__ bool weigh_drafts() {
+    bool sound = true;
+    uint64_t own = 0;
+    const auto add = [&](const auto& v) {
+      for (const float q : v) {
+        sound = sound && is_sound_draft(q);
+        own += is_sound_draft(q) ? draft_weight(q) : 0;
+      }
+    };
+    if (a_.draft_dtype == Float::kBf16) {
+      using Drafts = Stream<Float::kBf16>;
+      const Drafts q(probs_, row_.size, 0);
+      const Part part = own_part(q.num_tiles());
+      q.each(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
+    } else {
+      using Drafts = Stream<Float::kF32>;
+      const Drafts q(probs_, row_.size, 0);
+      const Part part = own_part(q.num_tiles());
+      q.each(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
+    }
+    draft_total_ = block_sum(s_, own);
+    return __syncthreads_and(sound) != 0;
+  }
+
+  __device__ uint64_t weight(int64_t id) const {
+    return current(value_at(static_cast<int>(id)), static_cast<int>(id));
+  }
+  __device__ uint64_t weight_total() const { return total_; }
+
+  __device__ uint64_t draft(int64_t id) const {
+    for (int r = 0; r < num_rejected_; ++r) {
+      if (s_.rejected[r] == id) return 0;
+    }
+    return raw_draft(id);
+  }
+  __device__ uint64_t draft_total() const { return draft_total_; }
+
+  __device__ void reject(int64_t id, Ratio ratio) {
+    draft_total_ -= draft(id);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      s_.rejected[num_rejected_] = id;
+      s_.ratio[num_rejected_] = ratio;
+    }
+    ++num_rejected_;
+    weighed_ = Weighed::kResidual;
+    __syncthreads();
+    const uint64_t rest = sum();
+    if (!mutant("tree_verify_renormalise")) total_ = rest;
+  }
+
+  __device__ bool any_rejected() const { return num_rejected_ > 0; }
+
+  __attribute__((noinline)) __device__ double limit(double epsilon, double delta) {
+    uint64_t own = 0;
+    each_value(own_part(num_tiles()), [&](float v, int id) {
+      if (current(v, id) == 0) return;
+      const float x = log_weight<Math>(v, greatest_, inverse_);
+      own += to_fixed(Math::mul(exp_weight<Math>(x), -x));
+    });
+    const double surprise = static_cast<double>(block_sum(s_, own));
+    const float mean = static_cast<float>(surprise / static_cast<double>(total_));
+    return typical_limit(total_, exp_weight<Math>(-mean), epsilon, delta);
+  }
+
+ private:
+  struct Part {
+    int first, last;
+  };
+  enum class List { kNone, kByRank, kById };  // holds all that is kept, in that order
+  enum class Weighed { kTarget, kResidual, kTies };
+
+  // ---- Reading.
+
+  // This warp's share of tiles [first, first + n): warps have ids in order.
+  __device__ static Part share(int first, int n) {
+    const int each = divide_up(n, num_warps());
+    const int begin = first + warp_id() * each;
+    return {min(begin, first + n), min(begin + each, first + n)};
+  }
+  __device__ static Part own_part(int n) { return share(0, n); }
+
+  // NaN becomes -inf.
+  __device__ static float sound(float v) {
+    if (mutant("tree_verify_nan")) return v;
+    return v >= value_of_key(kLeastKey) ? v : value_of_key(kLeastKey);
+  }
+
+  __device__ float edited(float v, int id) const {
+    if (id >= 0 && id < row_.size) {
+      if (bias_) v = Math::add(v, bias_[id]);
+      if (allowed_ && !(allowed_[id / 32] >> (id % 32) & 1u)) v = value_of_key(kLeastKey);
+    }
+    return v;
+  }
+
+  __device__ float value_at(int id) const {
+    return sound(edited(float_at(row_.base, kKind, id + row_.shift), id));
+  }
+
+  template <class F>
+  __device__ void each_vector(Part part, const F& f) const {
+    const bool edits = bias_ || allowed_;
+    row_.each(part.first, part.last, [&](int u, float(&v)[kVec]) {
+      if (edits) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) v[j] = edited(v[j], u + j - row_.shift);
+      }
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] = sound(v[j]);
+      f(u, v);
+    });
+  }
+
+  __device__ static float greatest_of(const float (&v)[kVec]) {
+    float m = v[0];
+#pragma unroll
+    for (int j = 1; j < kVec; ++j) m = v[j] > m ? v[j] : m;
+    return m;
+  }
+
+  __device__ int num_tiles() const {
+    return list_ == List::kNone ? row_.num_tiles() : divide_up(num_listed_, kWarp);
+  }
+
+  __device__ Found listed(int place) const {
+    const uint64_t entry = s_.list[place];
+    const uint32_t high = static_cast<uint32_t>(entry >> 32), low = static_cast<uint32_t>(entry);
+    return list_ == List::kById ? Found{value_of_key(low), ranked_id(high), place}
+                                : Found{value_of_key(high), ranked_id(low), place};
+  }
+
+  // Calls f(value, id) for this lane's elements of the list, if there is one, or of the row; the
+  // ids of a tile ascend from lane to lane (in a list by rank, the ranks fall).
+  template <class F>
+  __device__ void each_value(Part part, const F& f) const {
+    if (list_ != List::kNone) {
+      for (int t = part.first; t < part.last; ++t) {
+        const int place = t * kWarp + lane_id();
+        if (place < num_listed_) {
+          const Found e = listed(place);
+          f(e.value, e.id);
+        }
+      }
+      return;
+    }
+    each_vector(part, [&](int u, const float(&v)[kVec]) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) f(v[j], u + j - row_.shift);
+    });
+  }
+
+  // ---- Weights.
+
+  __device__ bool kept(float v, int id) const {
+    return v > cut_.value || (v == cut_.value && (id <= cut_.id || mutant("tree_verify_cut_tie")));
+  }
+
+  __device__ uint64_t raw_draft(int64_t id) const {
+    const float q = float_at(probs_, a_.draft_dtype, id);
+    return is_sound_draft(q) ? draft_weight(q) : 0;
+  }
+
+  // The weight as it stands.
+  __device__ uint64_t current(float v, int id) const {
+    if (weighed_ == Weighed::kTies) return v == tie_ && kept(v, id);
+    if (!kept(v, id)) return 0;
+    const float relative = exp_weight<Math>(log_weight<Math>(v, greatest_, inverse_));
+    uint64_t left = relative >= min_p_ ? to_fixed(relative) : 0;
+    if (weighed_ == Weighed::kResidual && left > 0) left = residual(left, id);
+    return left;
+  }
+
+  __attribute__((noinline)) __device__ uint64_t residual(uint64_t left, int id) const {
+    const uint64_t q = raw_draft(id);
+    for (int r = 0; r < num_rejected_; ++r) {
+      const uint64_t amount = scaled(q >> 16, q & 0xFFFFu, s_.ratio[r]);
+      left = left > amount && s_.rejected[r] != id ? left - amount : 0;
+    }
+    return left;
+  }
+
+  __attribute__((noinline)) __device__ uint64_t lane_sum(Part part) const {
+    uint64_t sum = 0;
+    each_value(part, [&](float v, int id) { sum += current(v, id); });
+    return sum;
+  }
+
+  // Sum of the weights; those of each warp stay for locate().
+  __attribute__((noinline)) __device__ uint64_t sum() {
+    const uint64_t own = warp_sum(lane_sum(own_part(num_tiles())));
+    __syncthreads();
+    if (lane_id() == 0) s_.segment[warp_id()] = own;
+    if (!mutant("tree_verify_barrier")) __syncthreads();
+    return warp_sum(lane_id() < num_warps() ? s_.segment[lane_id()] : 0);
+  }
+
+  // The first element whose cumulative weight exceeds `below`, after sum().
+  __attribute__((noinline)) __device__ Found locate(uint64_t below) {
+    const int n = num_tiles();
+    int chosen = pick_lane(lane_id() < num_warps() ? s_.segment[lane_id()] : 0, below);
+    int share_size = divide_up(n, num_warps());
+    int first = chosen * share_size;
+    int last = min(first + share_size, n);
+    while (last - first > 1) {
+      const uint64_t own = warp_sum(lane_sum(share(first, last - first)));
+      __syncthreads();
+      if (lane_id() == 0) s_.partial[warp_id()] = own;
+      __syncthreads();
+      chosen = pick_lane(lane_id() < num_warps() ? s_.partial[lane_id()] : 0, below);
+      share_size = divide_up(last - first, num_warps());
+      first += chosen * share_size;
+      last = min(first + share_size, last);
+    }
+    const int lane = pick_lane(lane_sum({first, last}), below);
+    uint64_t cumulative = 0;
+    Found found = {0.0f, -1, first * kWarp + lane};
+    each_value({first, last}, [&](float v, int id) {
+      cumulative += current(v, id);
+      if (found.id < 0 && exceeds(cumulative, below)) found = {v, id, found.place};
+    });
+    found.value = __shfl_sync(0xffffffffu, found.value, lane);
+    found.id = __shfl_sync(0xffffffffu, found.id, lane);
+    return found;
+  }
+
+  // ---- Cuts.
+
+  struct Interval {
+    uint32_t low, high;  // keys, both inside
+    uint64_t above;      // amount of what is better
+  };
+
+  // Cuts after the element, best first, at which the number of elements (or their weight) reaches
+  // `target`; nothing is cut where all of them do not. What is kept is put into the list if it
+  // fits.
+  template <bool kByWeight>
+  __device__ void cut_at(uint64_t target) {
+    Interval in = {kLeastKey + 1, kGreatestKey, 0};
+    if (list_ == List::kNone && !gather_best<kByWeight>(target)) {
+      in = {kLeastKey + 1, greatest_key_, 0};
+      const int count = narrow<kByWeight>(target, in);
+      if (count < 0) return;
+      if (count > kListCapacity) {
+        cut_ties<kByWeight>(target - in.above, in.low);
+        return;
+      }
+      gather(in.low, in.high);
+    }
+    if (list_ == List::kNone) {
+      list_ = List::kByRank;
+      sort_list(false);
+    }
+    int last = num_listed_ - 1;
+    if constexpr (kByWeight) {
+      if (in.above + sum() >= target) last = locate(target - in.above - 1).place;
+    } else {
+      last = static_cast<int>(min(static_cast<uint64_t>(last), target - in.above - 1));
+    }
+    cut_ = listed(last);
+    num_listed_ = last + 1;
+    if (in.above > 0) list_ = List::kNone;
+  }
+
+  // Gathers all that is kept, or at least the best up to `target`. False if they are too many.
+  template <bool kByWeight>
+  __attribute__((noinline)) __device__ bool gather_best(uint64_t target) {
+    const int num_threads = static_cast<int>(blockDim.x);
+    if (row_.size <= kListCapacity) {
+      gather(kLeastKey + 1, kGreatestKey);
+      return true;
+    }
+    // The greatest values of the threads are values of the row, so the n-th of them is a lower
+    // bound of the n-th best; hardly more than n values are above it.
+    const uint64_t wanted = kByWeight ? static_cast<uint64_t>(num_threads / 4) : target;
+    if (wanted > static_cast<uint64_t>(num_threads) * 3 / 4) return false;
+    uint32_t bound = 0;
+    for (int bit = 31; bit >= 0; --bit) {
+      const uint32_t higher = bound | 1u << bit;
+      if (__syncthreads_count(own_key_ >= higher) >= static_cast<int>(wanted)) bound = higher;
+    }
+    if (gather(max(bound, kLeastKey + 1), kGreatestKey) > kListCapacity) return false;
+    if constexpr (!kByWeight) return true;
+    list_ = List::kByRank;
+    const bool enough = sum() >= target;
+    list_ = List::kNone;
+    return enough;
+  }
+
+  // Puts what is kept of the keys in [low, high] into the list, as it comes; returns their number,
+  // also where the list is too short.
+  __attribute__((noinline)) __device__ int gather(uint32_t low, uint32_t high) {
+    __syncthreads();
+    if (threadIdx.x == 0) s_.count = 0;
+    __syncthreads();
+    each_value(own_part(num_tiles()), [&](float v, int id) {
+      const uint32_t key = key_of(v);
+      if (key < low || key > high || !kept(v, id)) return;
+      const int place = atomicAdd(&s_.count, 1);
+      if (place < kListCapacity) s_.list[place] = rank_of(v, id);
+    });
+    __syncthreads();
+    num_listed_ = min(s_.count, kListCapacity);
+    return s_.count;
+  }
+
+  // Bitonic, greatest entry first; `exchange` swaps the halves of every entry before.
+  __attribute__((noinline)) __device__ void sort_list(bool exchange) {
+    int padded = 1;
+    while (padded < num_listed_) padded *= 2;
+    const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
+    __syncthreads();
+    for (int i = thread; i < padded; i += num_threads) {
+      const uint64_t entry = i < num_listed_ ? s_.list[i] : 0;
+      s_.list[i] = exchange ? entry << 32 | entry >> 32 : entry;
+    }
+    for (int size = 2; size <= padded; size *= 2) {
+      for (int step = size / 2; step > 0; step /= 2) {
+        __syncthreads();
+        for (int i = thread; i < padded / 2; i += num_threads) {
+          const int x = i / step * 2 * step + i % step, y = x + step;
+          const uint64_t a = s_.list[x], b = s_.list[y];
+          if ((a < b) == ((x & size) == 0)) {
+            s_.list[x] = b;
+            s_.list[y] = a;
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Narrows the interval to keys at which the amount reaches `target` and of which the list takes
+  // all, or to one key. Returns how many elements are in it, -1 where all together do not reach it.
+  template <bool kByWeight>
+  __attribute__((noinline)) __device__ int narrow(uint64_t target, Interval& in) {
+    constexpr int kTables = kByWeight ? 1 + kNumLimbs : 1;
+    for (;;) {
+      int shift = 0;
+      while ((in.high - in.low) >> shift >= kNumBins) ++shift;
+      __syncthreads();
+      for (int i = static_cast<int>(threadIdx.x); i < kTables * kNumBins * kWarp;
+           i += static_cast<int>(blockDim.x)) {
+        s_.bins[i / (kNumBins * kWarp)][i / kWarp % kNumBins][i % kWarp] = 0;
+      }
+      __syncthreads();
+      each_value(own_part(num_tiles()), [&](float v, int id) {
+        const uint32_t key = key_of(v);
+        if (key < in.low || key > in.high || !kept(v, id)) return;
+        const int bin = static_cast<int>((key - in.low) >> shift);
+        atomicAdd(&s_.bins[0][bin][lane_id()], 1u);
+        if constexpr (kByWeight) {
+          uint64_t weight = current(v, id);
+          for (int limb = 1; limb <= kNumLimbs; ++limb) {
+            atomicAdd(&s_.bins[limb][bin][lane_id()],
+                      static_cast<uint32_t>(weight) & ((1u << kLimbBits) - 1));
+            weight >>= kLimbBits;
+          }
+        }
+      });
+      __syncthreads();
+      for (int bin = warp_id(); bin < kNumBins; bin += num_warps()) {
+        const uint64_t count = warp_sum(s_.bins[0][bin][lane_id()]);
+        uint64_t amount = count;
+        if constexpr (kByWeight) {
+          amount = 0;
+          for (int limb = kNumLimbs; limb > 0; --limb) {
+            amount = (amount << kLimbBits) + warp_sum(s_.bins[limb][bin][lane_id()]);
+          }
+        }
+        if (lane_id() == 0) {
+          s_.bin_amount[bin] = amount;
+          s_.bin_count[bin] = static_cast<uint32_t>(count);
+        }
+      }
+      __syncthreads();
+      int bin = kNumBins - 1;
+      while (bin >= 0 && in.above + s_.bin_amount[bin] < target) in.above += s_.bin_amount[bin--];
+      if (bin < 0) return -1;
+      const int count = static_cast<int>(s_.bin_count[bin]);
+      const uint64_t low = in.low + (static_cast<uint64_t>(bin) << shift);
+      const uint64_t high = low + (uint64_t{1} << shift) - 1;
+      in.low = static_cast<uint32_t>(low);
+      in.high = static_cast<uint32_t>(high < in.high ? high : in.high);
+      if (count <= kListCapacity || in.low == in.high) return count;
+    }
+  }
+
+  // Of the elements equal to the value of `key`, keeps those of lowest id that reach `target`.
+  template <bool kByWeight>
+  __device__ void cut_ties(uint64_t target, uint32_t key) {
+    const float value = value_of_key(key);
+    if constexpr (kByWeight) {
+      const uint64_t weight =
+          to_fixed(exp_weight<Math>(log_weight<Math>(value, greatest_, inverse_)));
+      target = (target + weight - 1) / weight;
+    }
+    tie_ = value;
+    weighed_ = Weighed::kTies;
+    sum();
+    cut_ = {value, locate(target - 1).id, 0};
+    weighed_ = Weighed::kTarget;
+  }
+
+  const TreeVerifyArgs& a_;
+  const int64_t request_;
+  const Parameters& p_;
+  BlockState& s_;
+  Values row_;
+  const float* bias_ = nullptr;
+  const uint32_t* allowed_ = nullptr;
+  const void* probs_ = nullptr;
+  uint32_t own_key_ = 0, greatest_key_ = 0;
+  float greatest_ = 0.0f, inverse_ = 0.0f, min_p_ = 0.0f, tie_ = 0.0f;
+  Found cut_ = {};
+  List list_ = List::kNone;
+  Weighed weighed_ = Weighed::kTarget;
+  int num_listed_ = 0, num_rejected_ = 0;
+  uint64_t total_ = 0, draft_total_ = 0;
+};
+
+template <Float kKind>
+__global__ void __launch_bounds__(kMaxThreads)
+    tree_verify_kernel(const __grid_constant__ TreeVerifyArgs a, Fault* record) {
+  SK_SHARED(BlockState, state);
+  const int64_t b = blockIdx.x;
+  const bool first = threadIdx.x == 0;
+  Walked walked = {-1, 0};
+  if (a.context_lens(b) >= 0 || mutant("tree_verify_padding")) {
+    const Parameters p = a.parameters(b);
+    const BadParameter bad = out_of_range(p);
+    if (bad != BadParameter::kNone) {
+      walked.status = kBadParameter;
+      if (first) report(record, static_cast<int32_t>(bad), b, 0, Math::bits(value_of(p, bad)));
+    } else {
+      NodeRow<kKind> row(a, b, p, state);
+      walked = walk_tree(
+          a.rules(b, p), [&](int64_t i) { return a.tokens(b, i); },
+          [&](int64_t i) { return a.first_child(b, i); },
+          [&](int64_t i) { return a.next_sibling(b, i); }, row,
+          [&](int64_t node) { row.move_to(node); },
+          [&](int64_t depth, int64_t node, int64_t token) {
+            if (!first) return;
+            a.accept_index.set(b, depth, node);
+            a.out_tokens.set(b, depth, token);
+          });
+    }
+  }
+  if (first) {
+    a.num_accepted.set(b, 0, walked.depth < 0 ? 0 : walked.depth);
+    a.status.set(b, 0, walked.status);
+  }
+  for (int64_t i = walked.depth + 1 + threadIdx.x; i < a.num_columns; i += blockDim.x) {
+    a.accept_index.set(b, i, -1);
+    a.out_tokens.set(b, i, -1);
+  }
+}
+
+void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_sibling,
+                 Tensor context_lens, std::optional<Tensor> temperature,
+                 std::optional<Tensor> top_k, std::optional<Tensor> top_p,
+                 std::optional<Tensor> min_p, std::optional<Tensor> seeds,
+                 std::optional<Tensor> logit_bias, std::optional<Tensor> allowed,
+                 std::optional<Tensor> draft_probs, double typical_epsilon, double typical_delta,
+                 Tensor accept_index, Tensor num_accepted, Tensor out_tokens, Tensor status) {
+  check_cuda_tensor(kOp, "logits", logits);
+  const TreeVerifyArgs args = tree_verify_args(
+      kOp, logits, tokens, first_child, next_sibling, context_lens, temperature, top_k, top_p,
+      min_p, seeds, logit_bias, allowed, draft_probs, typical_epsilon, typical_delta, accept_index,
+      num_accepted, out_tokens, status);
+  if (args.batch == 0) return;
+  const int32_t device = logits.get_device_index();
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  const FaultCheck check(kOp, stream);
+  const auto kernel = args.dtype == Float::kBf16 ? &tree_verify_kernel<Float::kBf16>
+                                                 : &tree_verify_kernel<Float::kF32>;
+  // A vector for each thread at least: more threads would only wait at barriers. Two warps at
+  // least, or locate() would not narrow down.
+  const int64_t vectors = args.vocab * float_size(args.dtype) / 16 + 1;
+  const int64_t num_warps =
+      std::clamp<int64_t>((vectors + kWarp - 1) / kWarp, 2, kMaxThreads / kWarp);
+  launch_kernel(kOp, kernel, dim3(static_cast<unsigned>(args.batch)),
+                dim3(static_cast<unsigned>(num_warps * kWarp)), 0, stream, args, check.record());
+  check.finish([](const Fault& fault) {
+    refuse(kOp, static_cast<BadParameter>(fault.code),
+           Math::from_bits(static_cast<uint32_t>(fault.got)));
+  });
+}
+
+}  // namespace
+
+SK_CUDA_LIBRARY_IMPL(m) { m.impl("tree_verify", TORCH_BOX(&tree_verify)); }
+
+}  // namespace spec_kernels
