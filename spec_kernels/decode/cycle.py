@@ -61,8 +61,8 @@ def causal_words(num_rows: int, device=None) -> torch.Tensor:
 class Cycle:
     """One speculative cycle over static buffers, for all requests of the batch.
 
-    ``active [B]`` is 1 for requests that are being decoded: an idle one runs along on unreserved
-    cache rows, its length stays, and what it emits is to be ignored.
+    ``active [B]`` is 1 for requests that are being decoded: an idle one runs along, writes nothing
+    to the caches, its length stays, and what it emits is to be ignored.
     """
 
     def __init__(
@@ -128,13 +128,11 @@ class Cycle:
     def _verify_step(self, tree: DraftTree) -> Step:
         """Node n stands at position context + depth and in the cache at context + n."""
         cache = self.cache
-        lens = cache.context_lens.unsqueeze(1)
-        slots = cache.rows(lens + self.node_ids)
         return Step(
             tree.tokens,
-            lens + tree.depths,
+            cache.context_lens.unsqueeze(1) + tree.depths,
             tree.ancestors,
-            slots,
+            cache.slots(self.node_ids),
             cache.block_tables,
             cache.context_lens,
         )
@@ -148,12 +146,12 @@ class Cycle:
         """
         cache, drafter, start, out = self.cache, self.drafter, self.start, self.verified
         num_rows = out.tokens.shape[1]
-        positions = cache.context_lens.unsqueeze(1) + self.node_ids[:num_rows]
+        row_ids = self.node_ids[:num_rows]
         step = Step(
             out.tokens.clamp(min=0),
-            positions,
+            cache.context_lens.unsqueeze(1) + row_ids,
             self.extend_words,
-            cache.rows(positions),
+            cache.slots(row_ids),
             cache.block_tables,
             cache.context_lens,
         )
@@ -178,6 +176,7 @@ class PlainCycle:
         self.active, self.sampling = active, sampling
         batch, device = active.shape[0], target.device
         self.words = causal_words(1, device).expand(batch, -1, -1).contiguous()
+        self.first_slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.no_links = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
         self.verified = Verified.allocate(batch, 0, device)
 
@@ -185,10 +184,10 @@ class PlainCycle:
         """Decodes one token a request; the result is overwritten by the next run."""
         cache, start, out = self.cache, self.start, self.verified
         clock.start()
-        positions = cache.context_lens.unsqueeze(1)
         roots = start.root_tokens.unsqueeze(1)
         lens, tables = cache.context_lens, cache.block_tables
-        step = Step(roots, positions, self.words, cache.rows(positions), tables, lens)
+        slots = cache.slots(self.first_slot)
+        step = Step(roots, lens.unsqueeze(1), self.words, slots, tables, lens)
         logits = self.target.forward(step, cache.target)
         clock.mark("verify")
         links = (roots, self.no_links, self.no_links)

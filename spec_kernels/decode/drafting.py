@@ -79,14 +79,13 @@ class _Rows:
         self.depth_ids = torch.tensor(depth, dtype=torch.int64, device=device)
 
     def split(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(positions, cache rows, rotations) of every level, ``[B, size of the level, ...]``."""
+        """(positions, slots, rotations) of every level, ``[B, size of the level, ...]``."""
         if not self.level_sizes:
             return []
-        lens, sizes = self.cache.context_lens.unsqueeze(1), self.level_sizes
-        positions = lens + self.depth_ids
+        positions = self.cache.context_lens.unsqueeze(1) + self.depth_ids
         rotations = self.drafter.rotary.rotation(positions)
-        rows = self.cache.rows(lens + self.slot_ids)
-        parts = (t.split(sizes, 1) for t in (positions, rows, rotations))
+        slots = self.cache.slots(self.slot_ids)
+        parts = (t.split(self.level_sizes, 1) for t in (positions, slots, rotations))
         return list(zip(*parts, strict=True))
 
 

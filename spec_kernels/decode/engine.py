@@ -224,10 +224,10 @@ class Engine:
             part = list(prompt[begin : begin + self.chunk])
             num_tokens, size = len(part), self._chunk_size(len(part))
             is_last = begin + num_tokens == len(prompt)
-            # Padded rows see nothing, and write to row 0 of page 0, which no table names.
-            positions = torch.arange(begin, begin + size, device=device).unsqueeze(0)
-            slots = torch.zeros_like(positions)
-            slots[:, :num_tokens] = cache.rows(positions[:, :num_tokens], request)
+            # Padded rows see nothing and write nothing.
+            slots = torch.arange(size, device=device).unsqueeze(0)
+            positions = begin + slots
+            slots[:, num_tokens:] = -1
             words = causal_words(size, device)
             words[:, num_tokens:] = 0
 

@@ -1,9 +1,8 @@
 """Paged K/V storage that target and drafter share: one allocator, one block table, one length.
 
-Two conventions spare the decode cycle every mask. Page 0 is never handed out, and a logical
-position that was not reserved leads to its first row: what padded rows write lands where no table
-points. And what is written past ``context_lens`` is invisible until the length grows over it, so
-rows of rejected or absent nodes need no cleaning.
+Rows of a request that has nothing reserved are absent: ``slots`` is -1 for them. What is written
+past ``context_lens`` is invisible until the length grows over it, so rows of rejected nodes need no
+cleaning. Page 0 is never handed out: a table without reservations leads there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Hands out page numbers 1 .. num_pages - 1; page 0 takes what nobody reads."""
+    """Hands out page numbers 1 .. num_pages - 1; page 0 belongs to nobody."""
 
     def __init__(self, num_pages: int):
         if num_pages < 2:
@@ -80,7 +79,7 @@ class KVCache:
         device = self.target.device
         self.block_tables = torch.zeros(batch, pages_each, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._row_of = torch.zeros(batch, self.capacity, dtype=torch.int64, device=device)
+        self._is_reserved = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self._pages: list[list[int]] = [[] for _ in range(batch)]
 
     def reserve(self, request: int, num_tokens: int) -> None:
@@ -102,23 +101,27 @@ class KVCache:
         first = len(pages)
         pages += self.pool.take(missing)
         taken = torch.tensor(pages[first:], dtype=torch.int64)
-        rows = taken[:, None] * self.page_size + torch.arange(self.page_size)
         self.block_tables[request, first : len(pages)] = taken.to(self.block_tables)
-        begin, end = first * self.page_size, len(pages) * self.page_size
-        self._row_of[request, begin:end] = rows.flatten().to(self._row_of.device)
+        self._is_reserved[request] = True
 
     def release(self, request: int) -> None:
         """Gives the pages of ``request`` back, whatever state its decoding was in."""
         self.pool.give_back(self._pages[request])
         self._pages[request] = []
         self.block_tables[request] = 0
-        self._row_of[request] = 0
+        self._is_reserved[request] = False
         self.context_lens[request] = 0
 
+    def slots(self, ids: Tensor) -> Tensor:
+        """``Step.slots [B, N]`` of rows ``ids [N]`` past the committed length, reserved before."""
+        return torch.where(self._is_reserved, ids, -1)
+
     def rows(self, positions: Tensor, request: int | None = None) -> Tensor:
-        """Flat cache rows ``[B, N]`` of logical positions ``[B, N]``, each below ``capacity``.
+        """Where to look for what stands in the caches: flat rows ``[B, N]`` of logical positions
+        ``[B, N]``, each below ``capacity``; 0, which is nobody's, where nothing is reserved.
 
         With ``request`` the one row of positions ``[1, N]`` is that request's.
         """
-        table = self._row_of if request is None else self._row_of[request : request + 1]
-        return table.gather(1, positions)
+        tables = self.block_tables if request is None else self.block_tables[request : request + 1]
+        page = tables.gather(1, positions // self.page_size).long()
+        return torch.where(page > 0, page * self.page_size + positions % self.page_size, 0)

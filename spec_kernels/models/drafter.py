@@ -14,9 +14,8 @@ from spec_kernels.models.layers import (
     DenseMLP,
     Embedding,
     LMHead,
-    PagedRows,
     Rotary,
-    RotatedRows,
+    RowPlaces,
     Step,
     norm,
     sum_over_ranks,
@@ -58,15 +57,6 @@ class AbsentDrafter:
         self.audience = target.comm
 
 
-def _pairs_first(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorders each head's rows so that the half-split pair (i, i + D/2) becomes (2i, 2i + 1).
-
-    Queries and keys are reordered alike, which leaves their products as they are.
-    """
-    heads = weight.view(-1, 2, head_dim // 2, weight.shape[-1])
-    return heads.transpose(1, 2).reshape(weight.shape)
-
-
 class _Buffers:
     """Static buffers of one step shape."""
 
@@ -83,10 +73,10 @@ class _Buffers:
         self.normed_embedding, self.normed_feature = self.joined.chunk(2, dim=1)
         qkv = new(num_rows, (heads + 2 * kv_heads) * dim)
         self.qkv = qkv
-        self.cached = qkv[:, heads * dim :]
-        self.q = qkv[:, : heads * dim].view(batch, nodes, heads, dim)
-        rotary = qkv[:, : (heads + kv_heads) * dim].unflatten(1, (heads + kv_heads, dim))
-        self.rotated = RotatedRows(rotary, rotary)
+        by_head = qkv.view(batch, nodes, heads + 2 * kv_heads, dim)
+        # The queries are rotated in place.
+        self.q, self.k, self.v = by_head.split((heads, kv_heads, kv_heads), 2)
+        self.places = RowPlaces(shape, drafter.device)
         self.attended = new(batch, nodes, heads, dim)
         self.attended_rows = self.attended.view(num_rows, heads * dim)
         self.lse = torch.zeros(batch, nodes, heads, device=drafter.device)
@@ -160,7 +150,7 @@ class Drafter:
         q = projection("q", config.num_attention_heads, q_heads)
         k = projection("k", config.num_key_value_heads, kv_heads)
         v = projection("v", config.num_key_value_heads, kv_heads)
-        self.qkv_t = torch.cat((_pairs_first(q, dim), _pairs_first(k, dim), v)).t()
+        self.qkv_t = torch.cat((q, k, v)).t()
         columns = slice(q_heads.start * dim, q_heads.stop * dim)
         shape = (hidden, config.num_attention_heads * dim)
         o = weights.read(f"{attention}.o_proj.weight", shape, dtype, columns=columns)
@@ -203,7 +193,7 @@ class Drafter:
         self.scale = dim**-0.5
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         # Views of the cache of the last call: making them anew costs as much as an op.
-        self._cache = self._cache_rows = self._keys = self._values = None
+        self._cache = self._keys = self._values = None
 
     def _read_target_ids(self, weights: Checkpoint) -> Tensor:
         """``[Vd]`` int64, the target's id of each draft id: draft id + d2t[draft id]."""
@@ -316,14 +306,23 @@ class Drafter:
         norm(b.embedded, self.input_norm, eps, b.normed_embedding)
         norm(feature, self.hidden_norm, eps, b.normed_feature)
         torch.mm(b.joined, self.qkv_t, out=b.qkv)
-        rotation = (
-            step.rotation if step.rotation is not None else self.rotary.rotation(step.positions)
-        )
-        b.rotated.apply(rotation.flatten(0, 1))
+        rotation = step.rotation
+        if rotation is None:
+            rotation = self.rotary.rotation(step.positions)
         if cache is not self._cache:
-            self._cache, self._cache_rows = cache, PagedRows(cache)
-            self._keys, self._values = cache[:, :, 0], cache[:, :, 1]
-        self._cache_rows.rows.index_copy_(0, step.slots.reshape(-1), b.cached)
+            self._cache, self._keys, self._values = cache, cache[:, :, 0], cache[:, :, 1]
+        _ops.rope_append.default(
+            b.q,
+            b.k,
+            b.v,
+            *b.places.arguments(step, rotation),
+            None,
+            None,
+            False,
+            b.q,
+            self._keys,
+            self._values,
+        )
         _ops.tree_attention.default(
             b.q,
             self._keys,

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from spec_kernels.comm import Communicator
 from spec_kernels.models.config import RopeConfig, TargetConfig
-from spec_kernels.models.rope import (
-    apply_interleaved,
-    attention_factor,
-    inverse_frequencies,
-    softmax_scale,
-)
+from spec_kernels.models.rope import attention_factor, inverse_frequencies, softmax_scale
 from spec_kernels.models.weights import Checkpoint, Shard
 
 _ops = torch.ops.spec_kernels
@@ -37,8 +32,8 @@ class Step:
         tokens: ``[B, N]`` int64 ids; any valid id where a row is absent.
         positions: ``[B, N]`` int64.
         ancestors: ``[B, N, W]`` int32 words as in ``tree_attention``; all zero = absent row.
-        slots: ``[B, N]`` int64, the cache row (page * page_size + offset) that each K/V goes to;
-            absent rows go to a row that no table names.
+        slots: ``[B, N]`` int64: a row's K/V go to the cache at ``context_lens + slots``; -1 = they
+            go nowhere.
         block_tables: ``[B, M]`` int32.
         context_lens: ``[B]`` int64, committed tokens.
         rotation: ``Rotary.rotation`` of the positions, where the caller has it already.
@@ -57,50 +52,49 @@ class Step:
         return tuple(self.tokens.shape)
 
 
-class PagedRows:
-    """One layer's cache ``pages [P, page, ...]``, and the same memory as ``rows [P * page, W]``."""
-
-    def __init__(self, pages: Tensor):
-        self.pages, self.rows = pages, pages.view(pages.shape[0] * pages.shape[1], -1)
-
-
 class Rotary:
-    """The rotations of one model's rope, as complex numbers; all its layers share a step's."""
+    """The rotations of one model's rope; all its layers share a step's."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
         self.frequencies = inverse_frequencies(rope, dim, device)
-        self.factor = torch.tensor(attention_factor(rope), dtype=torch.float32, device=device)
+        self.factor = attention_factor(rope)
+        self._buffers: dict[torch.Size, tuple[Tensor, ...]] = {}
 
     def rotation(self, positions: Tensor) -> Tensor:
-        """``cos_sin`` of ``positions [B, N]`` as cos + i sin: complex64 ``[B, N, 1, dim / 2]``."""
-        angles = positions.view(*positions.shape, 1, 1) * self.frequencies
-        return torch.polar(self.factor, angles)
+        """Cosines, then sines of ``positions [B, N]``: float32 ``[B, N, dim]``.
+
+        A static buffer that the next call of this shape reuses.
+        """
+        buffers = self._buffers.get(positions.shape)
+        if buffers is None:
+            angles = self.frequencies.repeat(*positions.shape, 1)
+            rotation = angles.repeat(1, 1, 2)
+            buffers = (angles, rotation, *rotation.chunk(2, -1))
+            self._buffers[positions.shape] = buffers
+        angles, rotation, cos, sin = buffers
+        torch.mul(positions.unsqueeze(-1), self.frequencies, out=angles)
+        torch.cos(angles, out=cos)
+        torch.sin(angles, out=sin)
+        return rotation if self.factor == 1.0 else rotation.mul_(self.factor)
 
 
-class RotatedRows:
-    """Rotates interleaved pairs of ``source [T, H, D]`` into ``out``, both views of static buffers.
+class RowPlaces:
+    """How ``rope_append`` finds the rotation of a step's rows: row t of a table of their own.
 
-    In float32 a pair is a complex number and the rotation one multiplication (where the strides
-    allow that view); otherwise ``rope.apply_interleaved`` does it.
+    Angles are computed from the positions of the step, so no table of some length can run out.
     """
 
-    def __init__(self, source: Tensor, out: Tensor):
-        self.source, self.out = source, out
-        even = all(
-            s % 2 == 0 for t in (source, out) for s in (*t.stride()[:-1], t.storage_offset())
-        )
-        self.complex = None
-        if source.dtype == torch.float32 and even:
-            self.complex = tuple(
-                torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (source, out)
-            )
+    def __init__(self, shape: tuple[int, int], device: torch.device):
+        batch, nodes = shape
+        self.row_ids = torch.arange(batch * nodes, device=device).view(batch, nodes)
+        self.zeros = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def apply(self, rotation: Tensor) -> None:
-        """``rotation [T, 1, D / 2]`` complex64."""
-        if self.complex is None:
-            self.out.copy_(apply_interleaved(self.source, rotation.real, rotation.imag))
-        else:
-            torch.mul(self.complex[0], rotation, out=self.complex[1])
+    def arguments(self, step: Step, rotation: Tensor) -> tuple[Tensor, ...]:
+        """cos_sin, depths, slots, context_lens, cache_lens, block_tables."""
+        table = rotation.flatten(0, 1)
+        return (
+            table, self.row_ids, step.slots, self.zeros, step.context_lens, step.block_tables
+        )  # fmt: skip
 
 
 def sum_over_ranks(comm: Communicator, x: Tensor) -> None:
@@ -258,8 +252,7 @@ class MLABuffers:
     """Every intermediate of an MLA layer for one step shape, and the views that the layer uses.
 
     ``wide`` holds, side by side, what the two projections write: q latent, kv latent, rotary key,
-    rotary queries, plain queries. So the rotary parts of key and queries are one block, rotated by
-    one call into ``rows``, whose first columns are what the cache stores.
+    rotary queries (rotated in place), plain queries.
     """
 
     def __init__(self, config: TargetConfig, shape: tuple[int, int], num_heads: int, dtype, device):
@@ -275,17 +268,13 @@ class MLABuffers:
         wide = new(num_rows, down + num_heads * (rope + nope))
         self.down = wide[:, :down]
         self.q_down = wide[:, :q_rank]
-        self.kv_down = wide[:, q_rank : q_rank + rank]
+        by_row = wide.view(batch, nodes, -1)
+        self.latent = by_row[:, :, q_rank : q_rank + rank]
+        self.k_rope = by_row[:, :, q_rank + rank : down]
         self.q = wide[:, down:]
         self.q_down_normed = new(num_rows, q_rank)
-        rows = new(num_rows, rank + (1 + num_heads) * rope)
-        self.latent = rows[:, :rank]
-        self.cached = rows[:, : rank + rope]
-        self.q_rope = rows[:, rank + rope :].view(batch, nodes, num_heads, rope)
-        self.rotated = RotatedRows(
-            wide[:, q_rank + rank : down + num_heads * rope].unflatten(1, (1 + num_heads, rope)),
-            rows[:, rank:].unflatten(1, (1 + num_heads, rope)),
-        )
+        self.q_rope = by_row[:, :, down : down + num_heads * rope].unflatten(2, (num_heads, rope))
+        self.places = RowPlaces(shape, device)
         self.q_nope = (
             wide[:, down + num_heads * rope :].unflatten(1, (num_heads, nope)).transpose(0, 1)
         )
@@ -362,25 +351,33 @@ class MLA:
         self,
         x: Tensor,
         step: Step,
-        slots: Tensor,
-        rotation: Tensor,
-        cache: PagedRows,
+        places: tuple[Tensor, ...],
+        cache: Tensor,
         buffers: MLABuffers,
         out: Tensor,
     ) -> None:
-        """``x [T, H]`` -> ``out [T, H]``; their latents to ``cache``."""
+        """``x [T, H]`` -> ``out [T, H]``; their latents to ``cache [P, page, R + Dr]``."""
         b = buffers
         torch.mm(x, self.down_t, out=b.down)
         norm(b.q_down, self.q_norm, self.eps, b.q_down_normed)
-        norm(b.kv_down, self.kv_norm, self.eps, b.latent)
         torch.mm(b.q_down_normed, self.q_b_t, out=b.q)
-        b.rotated.apply(rotation)
-        cache.rows.index_copy_(0, slots, b.cached)
+        _ops.rope_append_mla.default(
+            b.q_rope,
+            b.latent,
+            b.k_rope,
+            self.kv_norm,
+            self.eps,
+            *places,
+            None,
+            True,
+            b.q_rope,
+            cache,
+        )
         per_head(b.q_nope, self.w_uk, b.q_latent_by_head)
         _ops.tree_attention_mla.default(
             b.q_latent,
             b.q_rope,
-            cache.pages,
+            cache,
             step.block_tables,
             step.context_lens,
             step.ancestors,

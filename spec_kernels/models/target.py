@@ -16,7 +16,6 @@ from spec_kernels.models.layers import (
     LMHead,
     MLABuffers,
     MoE,
-    PagedRows,
     Rotary,
     Step,
     sum_over_ranks,
@@ -157,13 +156,12 @@ class Target:
             b = _Buffers(self.config, shape, heads, self.dtype, self.device)
             self._buffers[shape] = b
         eps = self.config.rms_norm_eps
-        slots = step.slots.reshape(-1)
-        rotation = (
-            step.rotation if step.rotation is not None else self.rotary.rotation(step.positions)
-        )
-        rotation = rotation.flatten(0, 1)
+        rotation = step.rotation
+        if rotation is None:
+            rotation = self.rotary.rotation(step.positions)
+        places = b.attention.places.arguments(step, rotation)
         if cache is not self._cache:
-            self._cache, self._cache_layers = cache, [PagedRows(pages) for pages in cache]
+            self._cache, self._cache_layers = cache, list(cache)
         slot_of = self._slot_of if capture is not None else {}
         self.embedding.lookup(step.tokens.reshape(-1), b.residual)
         added = None
@@ -171,7 +169,7 @@ class Target:
             slot = slot_of.get(index)
             self._add_norm(added, b, layer.input_norm, eps, capture, slot)
             layer.attention.forward(
-                b.normed, step, slots, rotation, self._cache_layers[index], b.attention, b.block
+                b.normed, step, places, self._cache_layers[index], b.attention, b.block
             )
             sum_over_ranks(self.comm, b.block)
             self._add_norm(b.block, b, layer.mlp_norm, eps, None, None)

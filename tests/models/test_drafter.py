@@ -65,7 +65,7 @@ def run_committed(drafter, ids, captured, first_position=0):
             ids[:, 1:],
             at + first_position,
             causal_words(NUM_ROWS),
-            cache.rows(at),
+            at,
             cache.block_tables,
             cache.context_lens,
         )

@@ -11,8 +11,8 @@ from spec_kernels.decode.cycle import causal_words
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.models import layers
 from spec_kernels.models.config import RopeConfig
-from spec_kernels.models.layers import Rotary, RotatedRows, Step
-from spec_kernels.models.rope import apply_interleaved, attention_factor, cos_sin
+from spec_kernels.models.layers import Rotary, Step
+from spec_kernels.models.rope import attention_factor, cos_sin
 from spec_kernels.models.target import Target
 from spec_kernels.testing.checkpoints import TARGET, target_tensors, write_checkpoint
 from spec_kernels.training import export
@@ -43,7 +43,7 @@ def forward(target, ids, capture=None, logit_rows=None):
             ids,
             at,
             causal_words(ids.shape[1]),
-            cache.rows(at),
+            at,
             cache.block_tables,
             cache.context_lens,
         )
@@ -168,7 +168,7 @@ def test_a_tree_node_gets_what_its_path_alone_gets(plain):
         paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
         words = torch.tensor([[[sum(1 << n for n in path)] for path in paths]], dtype=torch.int32)
         depths = torch.tensor([[len(path) - 1 for path in paths]])
-        slots = cache.rows(torch.arange(5).unsqueeze(0))
+        slots = torch.arange(5).unsqueeze(0)
         step = Step(ids, depths, words, slots, cache.block_tables, cache.context_lens)
         tree = target.forward(step, cache.target)
     for node in (3, 4):
@@ -189,24 +189,6 @@ def test_bfloat16_stays_near_float32(plain):
     assert error(rounded) < 2 * error(dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width, start", [(10, 2), (11, 2), (10, 3)])
-def test_rotation_in_place_follows_rope(dtype, width, start):
-    """The complex-number form and its fallback (odd strides or offsets, bfloat16) are one rule."""
-    g = torch.Generator().manual_seed(0)
-    wide = torch.randn(3, width + 8, generator=g).to(dtype)
-    source = wide[:, start : start + 8].unflatten(1, (2, 4))
-    rotation = torch.complex(*(torch.randn(3, 1, 2, generator=g) for _ in range(2)))
-    wanted = apply_interleaved(source, rotation.real, rotation.imag)
-    out = torch.zeros(3, 2, 4, dtype=dtype)
-    rows = RotatedRows(source, out)
-    assert (rows.complex is not None) == (dtype == torch.float32 and width % 2 == start % 2 == 0)
-    rows.apply(rotation)
-    torch.testing.assert_close(out, wanted)
-    RotatedRows(source, source).apply(rotation)
-    torch.testing.assert_close(source, wanted)
-
-
 def test_rotation_of_positions_is_ropes_cos_and_sin():
     config = RopeConfig(10000.0, "yarn", 8.0, 64, mscale=1.0)
     rotary = Rotary(config, 16, torch.device("cpu"))
@@ -214,6 +196,6 @@ def test_rotation_of_positions_is_ropes_cos_and_sin():
     cos, sin = cos_sin(positions, rotary.frequencies, attention_factor(config))
     assert attention_factor(config) != 1.0
     rotation = rotary.rotation(positions)
-    assert rotation.shape == (2, 3, 1, 8)
-    torch.testing.assert_close(rotation.real, cos.unsqueeze(2), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(rotation.imag, sin.unsqueeze(2), rtol=1e-6, atol=1e-6)
+    assert rotation.shape == (2, 3, 16)
+    torch.testing.assert_close(rotation[..., :8], cos, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotation[..., 8:], sin, rtol=1e-6, atol=1e-6)
