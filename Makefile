@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo    decode real text on 8 ranks, plainly and speculatively"
 	@echo "make test    run the test suite (TESTS=path narrows it)"
-	@echo "make sanitize  malformed calls for every CPU op under AddressSanitizer and UBSan (gcc)"
+	@echo "make sanitize  malformed calls for every CPU op, and the CUDA sources run on the host, under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    ruff and clang-format, check only; make format applies them"
 	@echo "make bench   check, then time, every op (BENCH_ARGS=--help)"
 	@echo "make wheel   build a wheel into $(DIST)/"
@@ -43,6 +43,7 @@ test: build
 # Compiles into build/sanitize, apart from the package; SANITIZE_ARGS=--simd takes this machine's instruction set.
 sanitize: $(VENV)/ready
 	@$(PY) tests/sanitize.py build/sanitize $(SANITIZE_ARGS)
+	@$(PY) tests/sanitize.py --cuda-on-host
 
 CXX_FILES = git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh'
 

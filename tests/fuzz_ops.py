@@ -1,6 +1,7 @@
 """Malformed calls for every compiled op: each must raise a clear error or equal the reference.
 
     python tests/fuzz_ops.py [--seconds 60] [--seed 0] [--op NAME] [--case N] [--verbose]
+                             [--cuda-on-host]
 
 Each case starts from a sound call with random sizes and damages some arguments: shape, dtype,
 strides (zero ones on outputs too), device, aliasing, extreme integers, NaN and infinities. The call
@@ -11,17 +12,22 @@ goes straight to ``torch.ops.spec_kernels``, past the checks of the Python face.
 
 A crash ends the process; the last line printed before it (``--verbose``) names the case. ``make
 sanitize`` runs this under AddressSanitizer and UBSan, which see what a crash does not show.
+
+``--cuda-on-host`` calls the CUDA sources as compiled for the host (``tests/cuda_on_host``), each
+case under a schedule of its own and with ``SPEC_KERNELS_CHECK=1``, so that they raise as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import random
 import re
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -604,13 +610,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def run_case(op: str, seed: int) -> tuple[str, str | None]:
+def run_case(op: str, seed: int, namespace: str) -> tuple[str, str | None]:
     """Returns what the case was, and what is wrong with its outcome, if anything."""
     c = Case(seed)
     args = MAKERS[op](c)
     hows = [damage(c, op, args) for _ in range(c.random.choice((0, 1, 1, 1, 2, 3)))]
     what = "; ".join(hows) or "sound"
-    function = getattr(torch.ops.spec_kernels, op).default
+    function = getattr(getattr(torch.ops, namespace), op).default
     outs = outputs_of(op)
     huge = is_huge(args)
     if huge:
@@ -656,18 +662,36 @@ def is_torchs_own(message: str) -> bool:
     return "incompatible function arguments" in message or "Expected a value of type" in message
 
 
+def cuda_on_host():
+    """The machine that runs the CUDA sources, and the namespace of its ops."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from cuda_on_host import host_build
+
+    os.environ["SPEC_KERNELS_CHECK"] = "1"
+    return host_build.load(), host_build.NAMESPACE
+
+
+def has_kernel(op: str, namespace: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{op}", "CPU")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="first case of each op")
     parser.add_argument("--op", choices=sorted(MAKERS), action="append")
     parser.add_argument("--case", type=int, help="this one case only")
+    parser.add_argument("--cuda-on-host", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--faults", type=int, default=20, help="stop after so many")
     options = parser.parse_args()
     torch.set_num_threads(2)
     names = options.op or sorted(MAKERS)
-    if not _library.LIBRARIES["cpu"].loaded:
+    namespace, machine = _library.NAMESPACE, None
+    if options.cuda_on_host:
+        machine, namespace = cuda_on_host()
+        names = [name for name in names if has_kernel(name, namespace)]
+    elif not _library.LIBRARIES["cpu"].loaded:
         sys.exit(f"fuzz_ops: _C_cpu: {_library.LIBRARIES['cpu'].reason}")
     deadline = time.monotonic() + options.seconds
     seed, num_cases, faults = options.seed if options.case is None else options.case, 0, 0
@@ -678,7 +702,9 @@ def main() -> int:
             # A case takes milliseconds; one that hangs is ended with its stack.
             faulthandler.dump_traceback_later(60, exit=True)
             try:
-                what, wrong = run_case(op, seed)
+                if machine:
+                    machine.configure(seed)
+                what, wrong = run_case(op, seed, namespace)
             except Exception:
                 what, wrong = "?", traceback.format_exc()
             num_cases += 1

@@ -1,6 +1,11 @@
-"""Builds the CPU libraries under AddressSanitizer and UBSan and checks them (make sanitize).
+"""Builds the libraries under AddressSanitizer and UBSan and checks them (make sanitize).
 
     python tests/sanitize.py BUILD_DIR [--simd] [SCRIPT ARGUMENT...]
+    python tests/sanitize.py --cuda-on-host [SECONDS]
+
+The first is about the CPU libraries, the second about the CUDA sources on the emulated machine of
+``tests/cuda_on_host``: its own tests, the ops' suites under several schedules, then malformed calls
+for SECONDS (30).
 
 The libraries go beside a copy of the package in ``BUILD_DIR/tree``, where nothing else finds them;
 the check (``tests/fuzz_ops.py`` by default) runs against that copy. Only the plain kernels are
@@ -15,9 +20,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SCHEDULES = (0, 1, 2, 3)
 
 
 def library(name: str) -> str:
@@ -48,8 +55,54 @@ def build(folder: Path, simd: bool) -> None:
             sys.exit(f"sanitize: {done.stdout[-4000:]}{done.stderr[-4000:]}")
 
 
+def sanitized_environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        # The interpreter is not instrumented: the runtime must be there first, and libstdc++ with
+        # it, or the runtime misses its exceptions.
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
+        # A refused allocation must reach the op as it would without the runtime. Python leaks by
+        # design.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def check_cuda_on_host(seconds: str) -> int:
+    suites = [str(p) for p in sorted((ROOT / "tests" / "ops").glob("test_*.py"))]
+    suites = [p for p in suites if '"cuda_on_host"' in Path(p).read_text()]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    machine = [*pytest, str(ROOT / "tests" / "cuda_on_host" / "test_simt.py")]
+    fuzz = [sys.executable, str(ROOT / "tests" / "fuzz_ops.py"), "--cuda-on-host"]
+    runs = [("malformed calls", 0, [*fuzz, "--seconds", seconds])]
+    runs += [("suites", seed, [*pytest, "-k", "cuda_on_host", *suites]) for seed in SCHEDULES]
+
+    def run(name, seed, command):
+        environment = sanitized_environment()
+        environment |= {"SIMT_SANITIZE": "1", "SIMT_SEED": str(seed), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        last = (done.stdout.splitlines() or ["nothing was printed"])[-1]
+        output = done.stdout if done.returncode else last
+        print(f"sanitize: {name}, schedule {seed}: {output}", flush=True)
+        return done.returncode
+
+    codes = [run("the machine", 0, machine)]
+    with ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0)))) as pool:
+        codes += pool.map(lambda job: run(*job), runs)
+    return int(any(codes))
+
+
 def main() -> int:
     arguments = sys.argv[1:]
+    if arguments[:1] == ["--cuda-on-host"]:
+        return check_cuda_on_host(*(arguments[1:] or ["30"]))
     simd = "--simd" in arguments
     arguments = [a for a in arguments if a != "--simd"]
     if not arguments:
@@ -66,17 +119,7 @@ def main() -> int:
     )
     for made in (cmake / "out").glob("*.so"):
         shutil.copy2(made, tree / "spec_kernels")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        # The interpreter is not instrumented: the runtime must be there first, and libstdc++ with
-        # it, or the runtime misses its exceptions.
-        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
-        # A refused allocation must reach the op as it would without the runtime. Python leaks by
-        # design.
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    environment = sanitized_environment() | {"PYTHONPATH": str(tree)}
     return subprocess.run([sys.executable, *command], env=environment, cwd=tree).returncode
 
 
