@@ -1,6 +1,8 @@
 """The ``backend`` fixture: one suite for every implementation this machine can run.
 
-A suite whose op has more than the usual two names them in its ``BACKENDS``.
+A suite whose op has more than the usual two names them in its ``BACKENDS``. Kernels for a GPU come
+twice: as a machine without one can run them, and on a device (marked ``gpu``; deselected where
+there is none).
 """
 
 import os
@@ -14,10 +16,16 @@ import torch
 from cuda_on_host import host_build
 
 from spec_kernels import _library
+from spec_kernels.testing import on_device
 
 # Without a device Triton's kernels run in its interpreter; it reads this when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# What runs the same kernels without a GPU, and on one.
+ON_DEVICE = {"cuda_on_host": "cuda_on_device", "triton": "triton_on_device"}
+_num_deselected = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
@@ -27,7 +35,26 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         names = getattr(metafunc.module, "BACKENDS", ("reference", "cpu"))
-        metafunc.parametrize("backend", names, indirect=True)
+        on_gpu = [
+            pytest.param(ON_DEVICE[name], marks=pytest.mark.gpu)
+            for name in names
+            if name in ON_DEVICE
+        ]
+        metafunc.parametrize("backend", [*names, *on_gpu], indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    if on_device.missing():
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.stash[_num_deselected] = len(on_gpu)
+        config.hook.pytest_deselected(items=on_gpu)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    num = config.stash.get(_num_deselected, 0)
+    if num:
+        terminalreporter.write_line(f"{num} tests for a GPU deselected: {on_device.missing()}")
 
 
 @pytest.fixture
@@ -37,10 +64,18 @@ def backend(request):
         pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
     if request.param == "triton":
         pytest.importorskip("triton")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("compiled for the device here: runs as triton_on_device")
     if request.param == "cuda_on_host":
         if host_build.missing():
             pytest.skip(f"CUDA sources on the host: {host_build.missing()}")
         host_build.load()
+    if request.param in ON_DEVICE.values():
+        on_device.load()
+        if request.param == "cuda_on_device" and not _library.LIBRARIES["cuda"].loaded:
+            pytest.skip(f"_C_cuda: {_library.LIBRARIES['cuda'].reason}")
+        if request.param == "triton_on_device":
+            pytest.importorskip("triton")
     return request.param
 
 

@@ -65,7 +65,8 @@ def value_checks(backend: str) -> tuple[bool, ...]:
     value is taken for absent and the call goes through (False); CUDA kernels also raise, after the
     fact, where ``SPEC_KERNELS_CHECK=1`` asks for it. A test goes through all of them.
     """
-    return {"reference": (True,), "cpu": (True,), "triton": (False,)}.get(backend, (False, True))
+    kind = backend.removesuffix("_on_device")
+    return {"reference": (True,), "cpu": (True,), "triton": (False,)}.get(kind, (False, True))
 
 
 @contextlib.contextmanager
