@@ -3,8 +3,10 @@
 
 #if defined(__CUDACC__)
 #define SK_HOST_DEVICE __host__ __device__
+#define SK_FORCE_INLINE __forceinline__  // a call would put what it is passed into memory
 #else
 #define SK_HOST_DEVICE
+#define SK_FORCE_INLINE inline
 #endif
 
 namespace spec_kernels {

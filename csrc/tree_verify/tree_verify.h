@@ -189,9 +189,10 @@ class Children {
 
 // The first child in list order that carries `token`.
 template <class Tokens, class FirstChild, class NextSibling>
-SK_HOST_DEVICE inline ChildSearch find_child(int64_t node, int64_t token, int64_t num_nodes,
-                                             const Tokens& tokens, const FirstChild& first_child,
-                                             const NextSibling& next_sibling) {
+SK_HOST_DEVICE SK_FORCE_INLINE ChildSearch find_child(int64_t node, int64_t token,
+                                                      int64_t num_nodes, const Tokens& tokens,
+                                                      const FirstChild& first_child,
+                                                      const NextSibling& next_sibling) {
   Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
   for (; !it.done(); it.next()) {
     if (tokens(it.child()) == token) return {it.child(), 0};
@@ -283,11 +284,12 @@ SK_HOST_DEVICE inline uint64_t scaled(uint64_t high, uint64_t low, Ratio ratio) 
 // Since scaled() >= 0, after several rejections the weight of any id that was not itself rejected
 // is max(w - sum over rejections of scaled(draft, ratio), 0): nothing but the ratios need be kept.
 template <class Tokens, class FirstChild, class NextSibling, class Row>
-SK_HOST_DEVICE inline ChildSearch accept_by_draft(int64_t node, int64_t num_nodes, int64_t vocab,
-                                                  uint64_t seed, uint64_t position,
-                                                  const Tokens& tokens,
-                                                  const FirstChild& first_child,
-                                                  const NextSibling& next_sibling, Row& row) {
+SK_HOST_DEVICE SK_FORCE_INLINE ChildSearch accept_by_draft(int64_t node, int64_t num_nodes,
+                                                           int64_t vocab, uint64_t seed,
+                                                           uint64_t position, const Tokens& tokens,
+                                                           const FirstChild& first_child,
+                                                           const NextSibling& next_sibling,
+                                                           Row& row) {
   int num_rejected = 0;
   Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
   for (; !it.done(); it.next()) {
@@ -320,11 +322,9 @@ SK_HOST_DEVICE inline double typical_limit(uint64_t total, float relative_entrop
 
 // The child of greatest weight above the limit; of equal ones the first in list order.
 template <class Tokens, class FirstChild, class NextSibling, class WeightAt>
-SK_HOST_DEVICE inline ChildSearch accept_typical(int64_t node, int64_t num_nodes, int64_t vocab,
-                                                 double limit, const Tokens& tokens,
-                                                 const FirstChild& first_child,
-                                                 const NextSibling& next_sibling,
-                                                 const WeightAt& weight) {
+SK_HOST_DEVICE SK_FORCE_INLINE ChildSearch accept_typical(
+    int64_t node, int64_t num_nodes, int64_t vocab, double limit, const Tokens& tokens,
+    const FirstChild& first_child, const NextSibling& next_sibling, const WeightAt& weight) {
   int64_t found = -1;
   uint64_t best = 0;
   Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
@@ -363,9 +363,9 @@ struct Step {
 //   draw(coin)        the id that the coin picks from the weights as they stand
 //   any_rejected(), limit(epsilon, delta), and what accept_by_draft asks for
 template <class Tokens, class FirstChild, class NextSibling, class Row>
-SK_HOST_DEVICE inline Step take_step(const WalkRules& rules, int64_t node, int64_t depth,
-                                     const Tokens& tokens, const FirstChild& first_child,
-                                     const NextSibling& next_sibling, Row& row) {
+SK_HOST_DEVICE SK_FORCE_INLINE Step take_step(const WalkRules& rules, int64_t node, int64_t depth,
+                                              const Tokens& tokens, const FirstChild& first_child,
+                                              const NextSibling& next_sibling, Row& row) {
   const uint64_t position = rules.context_len + static_cast<uint64_t>(depth) + 1;
   const bool room = depth + 1 < rules.num_columns;
   Step step = {-1, {-1, 0}, 0};
@@ -409,10 +409,10 @@ struct Walked {
 
 // `visit(node)` makes `row` that of a node; `emit(depth, node, token)` is told of each.
 template <class Tokens, class FirstChild, class NextSibling, class Row, class Visit, class Emit>
-SK_HOST_DEVICE inline Walked walk_tree(const WalkRules& rules, const Tokens& tokens,
-                                       const FirstChild& first_child,
-                                       const NextSibling& next_sibling, Row& row,
-                                       const Visit& visit, const Emit& emit) {
+SK_HOST_DEVICE SK_FORCE_INLINE Walked walk_tree(const WalkRules& rules, const Tokens& tokens,
+                                                const FirstChild& first_child,
+                                                const NextSibling& next_sibling, Row& row,
+                                                const Visit& visit, const Emit& emit) {
   Walked walked = {0, 0};
   for (int64_t node = 0;; ++walked.depth) {
     visit(node);

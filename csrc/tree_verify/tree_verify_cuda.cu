@@ -4,21 +4,22 @@
 // so neither the number of threads nor their order shows in the result.
 //
 // Passes over the row of each node on the path (V elements of 2 or 4 bytes; after the first they
-// come from L2), and what they compute by:
-//   greedy             1   comparisons
-//   target-only        3   greatest; weights; the warp whose sum holds the coin, again
-//   + top-k            2   greatest; gathering the values above a bound. The rest is in the list
+// come from L2):
+//   greedy             1   greatest
+//   target-only        2   greatest; weights. Then the sixteenth that holds the coin, again
+//   + top-k            2   greatest; gathering what is above a bound. The rest is in the list
 //   + top-p            3   greatest; weights; gathering. The rest is in the list
-//   + where the list does not hold what is kept (top-k or a nucleus beyond some hundreds):
-//                      + up to 6 of 64 bins each (3 for bf16 without bias), 1 gathering, 2 weights
-//   draft-probability  + q once, and p and q once for each draft that is rejected (the few that the
-//                      list keeps, if there is one)
+//   where no list holds what is kept (top-k beyond 384, a nucleus beyond some hundreds), for each
+//   of the two         + up to 6 by 64 bins (of bf16 without bias 3), 1 gathering, 1 weights
+//   draft_probs        + q once, and p and q once for each draft that is rejected (with a list:
+//                      as much of them as it keeps)
+//   typical            + weights once
 //
-// Computed, not measured, for V = 163840 in bf16 (0.33 MB a row): the row is 0.18 us of 1.8 TB/s or
-// 0.07 us of 4.8 TB/s, so one block does not come near: it is bound by what one multiprocessor
-// loads, about 64 bytes a clock, 2.1 to 2.9 us a pass at 2.4 to 1.8 GHz, and where weights are
-// computed by its arithmetic, some 40 instructions an element, 21 to 28 us. A greedy node should
-// take 3 us, a sampled one with top-k 6 us, with top-p alone 30 us, with neither 30 us.
+// Computed, not measured, for V = 163840 in bf16, 0.33 MB a row: 0.18 us of 1.8 TB/s, 0.07 us of
+// 4.8 TB/s, so memory is not what binds but the one multiprocessor that a request has: at 64 bytes
+// a clock and 1.8 to 2.4 GHz a pass takes 2 to 3 us, gathering (some 12 instructions an element,
+// 128 of them a clock) 6 to 9 us, weights (some 45) 24 to 32 us. So a greedy node should take 3 us,
+// a sampled one 9 to 12 us with top-k, 27 to 35 us with neither, 33 to 44 us with top-p alone.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -31,7 +32,7 @@ namespace {
 
 constexpr char kOp[] = "tree_verify";
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr int kListCapacity = 2048;
 constexpr int kNumBins = 64;
@@ -62,8 +63,8 @@ struct BlockState {
 // The arithmetic of the weights on one value.
 struct Math {
 #if defined(__CUDA_ARCH__)
-  __device__ static float add(float a, float b) { return __fadd_rn(a, b); }
-  __device__ static float mul(float a, float b) { return __fmul_rn(a, b); }
+  __device__ __forceinline__ static float add(float a, float b) { return __fadd_rn(a, b); }
+  __device__ __forceinline__ static float mul(float a, float b) { return __fmul_rn(a, b); }
 #else
   SK_HOST_DEVICE static float add(float a, float b) { return a + b; }
   SK_HOST_DEVICE static float mul(float a, float b) { return a * b; }
@@ -171,22 +172,24 @@ struct Stream {
   using Bits = std::conditional_t<kKind == Float::kBf16, uint16_t, uint32_t>;
   static constexpr int kVec = 16 / sizeof(Bits);
   static constexpr int kTile = kWarp * kVec;
+  static constexpr int kPerWord = kVec / 4;
 
   const Bits* base;
   int shift, size;
   Bits filler;
 
   Stream() = default;
-  __device__ Stream(const void* row, int64_t num_elements, Bits fill) : filler(fill) {
+  __device__ __forceinline__ Stream(const void* row, int64_t num_elements, Bits fill)
+      : filler(fill) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(row);
     shift = static_cast<int>(address % 16 / sizeof(Bits));
     base = reinterpret_cast<const Bits*>(address - shift * sizeof(Bits));
     size = static_cast<int>(num_elements);
   }
 
-  __device__ int num_tiles() const { return divide_up(shift + size, kTile); }
+  __device__ __forceinline__ int num_tiles() const { return divide_up(shift + size, kTile); }
 
-  __device__ uint4 fetch(int u) const {
+  __device__ __forceinline__ uint4 fetch(int u) const {
     if (u >= shift && u + kVec <= shift + size) {
       return __ldg(reinterpret_cast<const uint4*>(base + u));
     }
@@ -204,36 +207,60 @@ struct Stream {
     return make_uint4(word[0], word[1], word[2], word[3]);
   }
 
-  __device__ static void unpack(const uint4& raw, float (&v)[kVec]) {
-    const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      if constexpr (kKind == Float::kBf16) {
-        v[j] = Math::from_bits(j % 2 ? word[j / 2] & 0xFFFF0000u : word[j / 2] << 16);
-      } else {
-        v[j] = Math::from_bits(word[j]);
-      }
+  __device__ __forceinline__ static void unpack(uint32_t word, float (&v)[kPerWord]) {
+    if constexpr (kKind == Float::kBf16) {
+      v[0] = Math::from_bits(word << 16);
+      v[1] = Math::from_bits(word & 0xFFFF0000u);
+    } else {
+      v[0] = Math::from_bits(word);
     }
   }
 
-  // Calls f(u, values) for this lane's vectors of the tiles [first, last). Two are under way at a
-  // time.
-  template <class F>
-  __device__ void each(int first, int last, const F& f) const {
-    for (int t = first; t < last; t += 2) {
-      int u = t * kTile + lane_id() * kVec;
-      const bool second = t + 1 < last;
-      uint4 raw = fetch(u);
-      const uint4 next = second ? fetch(u + kTile) : raw;
-#pragma unroll 1
-      for (int half = 0; half <= static_cast<int>(second); ++half) {
-        float v[kVec];
-        unpack(raw, v);
-        f(u, v);
-        raw = next;
-        u += kTile;
+  __device__ __forceinline__ static void unpack(const uint4& raw, float (&v)[kVec]) {
+    const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float part[kPerWord];
+      unpack(word[i], part);
+#pragma unroll
+      for (int j = 0; j < kPerWord; ++j) v[i * kPerWord + j] = part[j];
+    }
+  }
+
+  // Calls f(u, values) for this lane's vectors of the tiles [first, last); kAhead are under way at
+  // a time.
+  template <int kAhead, class F>
+  __device__ __forceinline__ void each(int first, int last, const F& f) const {
+    int t = first;
+    if constexpr (kAhead > 1) {
+      const int whole = min(last, (shift + size) / kTile);
+      while (t < whole && t * kTile < shift) one(t++, f);
+      for (; t + kAhead <= whole; t += kAhead) {
+        uint4 raw[kAhead];
+        const int u = t * kTile + lane_id() * kVec;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          raw[i] = __ldg(reinterpret_cast<const uint4*>(base + u + i * kTile));
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          float v[kVec];
+          unpack(raw[i], v);
+          f(u + i * kTile, v);
+        }
       }
     }
+#pragma unroll 1
+    for (; t < last; ++t) one(t, f);
+  }
+
+ private:
+  template <class F>
+  __device__ __forceinline__ void one(int tile, const F& f) const {
+    const int u = tile * kTile + lane_id() * kVec;
+    float v[kVec];
+    unpack(fetch(u), v);
+    f(u, v);
   }
 };
 
@@ -257,11 +284,11 @@ class NodeRow {
   static constexpr int kVec = Values::kVec;
 
  public:
-  __device__ NodeRow(const TreeVerifyArgs& args, int64_t request, const Parameters& parameters,
-                     BlockState& state)
+  __device__ __forceinline__ NodeRow(const TreeVerifyArgs& args, int64_t request,
+                                     const Parameters& parameters, BlockState& state)
       : a_(args), request_(request), p_(parameters), s_(state) {}
 
-  __device__ void move_to(int64_t node) {
+  __device__ __forceinline__ void move_to(int64_t node) {
     row_ = Values(a_.logits.at(request_, node), a_.vocab,
                   kKind == Float::kBf16 ? 0xFF80u : 0xFF800000u);
     bias_ = static_cast<const float*>(a_.bias.at(request_, node));
@@ -270,54 +297,45 @@ class NodeRow {
     list_ = List::kNone;
     weighed_ = Weighed::kTarget;
     num_rejected_ = 0;
+    find_greatest();
   }
 
-  __attribute__((noinline)) __device__ int64_t greedy() {
-    float best = value_of_key(kLeastKey);
-    int where = 0;
-    const Part part = own_part(row_.num_tiles());
-    each_vector(part, [&](int u, const float(&v)[kVec]) {
-      const float m = greatest_of(v);
-      if (m > best) {  // strictly: of equal values the first stays
-        best = m;
-        where = u;
-      }
-    });
-    const uint64_t found = block_max(s_, rank_of(best, where));
-    best = value_of_key(static_cast<uint32_t>(found >> 32));
-    if (static_cast<uint32_t>(found >> 32) == kLeastKey) return -1;
-    int id = ranked_id(static_cast<uint32_t>(found)) - row_.shift;
-    for (id = id < 0 ? 0 : id; value_at(id) != best;) ++id;
+  __device__ __forceinline__ int64_t greedy() const {
+    if (greatest_key_ == kLeastKey) return -1;
+    int id = greatest_place_;
+    while (value_at(id) != greatest_) ++id;
     return id;
   }
 
-  __device__ bool weigh() {
-    float own = value_of_key(kLeastKey);
-    each_vector(own_part(row_.num_tiles()), [&](int, const float(&v)[kVec]) {
-      const float m = greatest_of(v);
-      own = m > own ? m : own;
-    });
-    own_key_ = key_of(own);
-    greatest_key_ = static_cast<uint32_t>(block_max(s_, own_key_));
+  __device__ __forceinline__ bool weigh() {
     if (greatest_key_ == kLeastKey) return false;
-    greatest_ = value_of_key(greatest_key_);
     inverse_ = inverse_temperature(p_.temperature);
     cut_ = {value_of_key(kLeastKey), row_.size, 0};
     min_p_ = 0.0f;
-    if (p_.top_k > 0 && p_.top_k < row_.size) cut_at<false>(static_cast<uint64_t>(p_.top_k));
-    if (p_.top_p < 1.0f) cut_at<true>(nucleus_mass(p_.top_p, sum()));
-    min_p_ = p_.min_p;
-    if (list_ == List::kByRank) {
-      list_ = List::kById;
-      sort_list(true);
+    // One after the other top-k, top-p and min-p, each on what the one before has left.
+#pragma unroll 1
+    for (int stage = 0; stage < 3; ++stage) {
+      if (stage == 0 && (p_.top_k <= 0 || p_.top_k >= row_.size)) continue;
+      if (stage == 1 && p_.top_p >= 1.0f) continue;
+      if (stage == 2) {
+        min_p_ = p_.min_p;
+        if (list_ != List::kNone) sort_by_id();
+      }
+      if (stage > 0) total_ = sum();
+      if (stage < 2) {
+        const bool by_weight = stage == 1;
+        cut_at(by_weight,
+               by_weight ? nucleus_mass(p_.top_p, total_) : static_cast<uint64_t>(p_.top_k));
+      }
     }
-    total_ = sum();
     return true;
   }
 
-  __device__ int64_t draw(uint32_t coin) { return locate(coin_times(coin, total_)).id; }
+  __device__ __forceinline__ int64_t draw(uint32_t coin) {
+    return locate(coin_times(coin, total_)).id;
+  }
 
-  __attribute__((noinline)) __device__ bool weigh_drafts() {
+  __device__ __forceinline__ bool weigh_drafts() {
     bool sound = true;
     uint64_t own = 0;
     const auto add = [&](const auto& v) {
@@ -330,31 +348,31 @@ class NodeRow {
       using Drafts = Stream<Float::kBf16>;
       const Drafts q(probs_, row_.size, 0);
       const Part part = own_part(q.num_tiles());
-      q.each(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
+      q.each<1>(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
     } else {
       using Drafts = Stream<Float::kF32>;
       const Drafts q(probs_, row_.size, 0);
       const Part part = own_part(q.num_tiles());
-      q.each(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
+      q.each<1>(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
     }
     draft_total_ = block_sum(s_, own);
     return __syncthreads_and(sound) != 0;
   }
 
-  __device__ uint64_t weight(int64_t id) const {
+  __device__ __forceinline__ uint64_t weight(int64_t id) const {
     return current(value_at(static_cast<int>(id)), static_cast<int>(id));
   }
-  __device__ uint64_t weight_total() const { return total_; }
+  __device__ __forceinline__ uint64_t weight_total() const { return total_; }
 
-  __device__ uint64_t draft(int64_t id) const {
+  __device__ __forceinline__ uint64_t draft(int64_t id) const {
     for (int r = 0; r < num_rejected_; ++r) {
       if (s_.rejected[r] == id) return 0;
     }
     return raw_draft(id);
   }
-  __device__ uint64_t draft_total() const { return draft_total_; }
+  __device__ __forceinline__ uint64_t draft_total() const { return draft_total_; }
 
-  __device__ void reject(int64_t id, Ratio ratio) {
+  __device__ __forceinline__ void reject(int64_t id, Ratio ratio) {
     draft_total_ -= draft(id);
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -368,11 +386,11 @@ class NodeRow {
     if (!mutant("tree_verify_renormalise")) total_ = rest;
   }
 
-  __device__ bool any_rejected() const { return num_rejected_ > 0; }
+  __device__ __forceinline__ bool any_rejected() const { return num_rejected_ > 0; }
 
-  __attribute__((noinline)) __device__ double limit(double epsilon, double delta) {
+  __device__ __forceinline__ double limit(double epsilon, double delta) {
     uint64_t own = 0;
-    each_value(own_part(num_tiles()), [&](float v, int id) {
+    each_kept(own_part(num_tiles()), [&](float v, int id) {
       if (current(v, id) == 0) return;
       const float x = log_weight<Math>(v, greatest_, inverse_);
       own += to_fixed(Math::mul(exp_weight<Math>(x), -x));
@@ -392,20 +410,20 @@ class NodeRow {
   // ---- Reading.
 
   // This warp's share of tiles [first, first + n): warps have ids in order.
-  __device__ static Part share(int first, int n) {
+  __device__ __forceinline__ static Part share(int first, int n) {
     const int each = divide_up(n, num_warps());
     const int begin = first + warp_id() * each;
     return {min(begin, first + n), min(begin + each, first + n)};
   }
-  __device__ static Part own_part(int n) { return share(0, n); }
+  __device__ __forceinline__ static Part own_part(int n) { return share(0, n); }
 
   // NaN becomes -inf.
-  __device__ static float sound(float v) {
+  __device__ __forceinline__ static float sound(float v) {
     if (mutant("tree_verify_nan")) return v;
     return v >= value_of_key(kLeastKey) ? v : value_of_key(kLeastKey);
   }
 
-  __device__ float edited(float v, int id) const {
+  __device__ __forceinline__ float edited(float v, int id) const {
     if (id >= 0 && id < row_.size) {
       if (bias_) v = Math::add(v, bias_[id]);
       if (allowed_ && !(allowed_[id / 32] >> (id % 32) & 1u)) v = value_of_key(kLeastKey);
@@ -413,75 +431,105 @@ class NodeRow {
     return v;
   }
 
-  __device__ float value_at(int id) const {
+  __device__ __forceinline__ float value_at(int id) const {
     return sound(edited(float_at(row_.base, kKind, id + row_.shift), id));
   }
 
-  template <class F>
-  __device__ void each_vector(Part part, const F& f) const {
-    const bool edits = bias_ || allowed_;
-    row_.each(part.first, part.last, [&](int u, float(&v)[kVec]) {
-      if (edits) {
+  __device__ __forceinline__ static float greatest_of(const float (&v)[kVec]) {
+    float m = value_of_key(kLeastKey);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) v[j] = edited(v[j], u + j - row_.shift);
-      }
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] = sound(v[j]);
-      f(u, v);
-    });
-  }
-
-  __device__ static float greatest_of(const float (&v)[kVec]) {
-    float m = v[0];
-#pragma unroll
-    for (int j = 1; j < kVec; ++j) m = v[j] > m ? v[j] : m;
+    for (int j = 0; j < kVec; ++j) m = v[j] > m ? v[j] : m;  // passes over NaN
     return m;
   }
 
-  __device__ int num_tiles() const {
+  // This thread's greatest value and the block's; of the latter also an id at or before the first
+  // that has it, with none of another vector between.
+  __device__ __forceinline__ void find_greatest() {
+    float best = value_of_key(kLeastKey);
+    int where = 0;
+    const Part part = own_part(row_.num_tiles());
+    const auto take = [&](float v, int id) {
+      if (v > best) {  // strictly: of equal values the first stays
+        best = v;
+        where = id;
+      }
+    };
+    if (bias_ || allowed_) {
+      each_value(part, take);
+    } else {
+      row_.template each<4>(part.first, part.last, [&](int u, const float(&v)[kVec]) {
+        take(greatest_of(v), max(u - row_.shift, 0));
+      });
+    }
+    own_key_ = key_of(best);
+    const uint64_t found = block_max(s_, rank_of(best, where));
+    greatest_key_ = static_cast<uint32_t>(found >> 32);
+    greatest_ = value_of_key(greatest_key_);
+    greatest_place_ = ranked_id(static_cast<uint32_t>(found));
+  }
+
+  __device__ __forceinline__ int num_tiles() const {
     return list_ == List::kNone ? row_.num_tiles() : divide_up(num_listed_, kWarp);
   }
 
-  __device__ Found listed(int place) const {
+  __device__ __forceinline__ Found listed(int place) const {
     const uint64_t entry = s_.list[place];
     const uint32_t high = static_cast<uint32_t>(entry >> 32), low = static_cast<uint32_t>(entry);
     return list_ == List::kById ? Found{value_of_key(low), ranked_id(high), place}
                                 : Found{value_of_key(high), ranked_id(low), place};
   }
 
-  // Calls f(value, id) for this lane's elements of the list, if there is one, or of the row; the
-  // ids of a tile ascend from lane to lane (in a list by rank, the ranks fall).
+  // Calls f(value, id) for this lane's elements of tiles of the list, if there is one, or of the
+  // row; within a tile ids ascend from lane to lane (in a list by rank, ranks fall).
   template <class F>
-  __device__ void each_value(Part part, const F& f) const {
-    if (list_ != List::kNone) {
-      for (int t = part.first; t < part.last; ++t) {
-        const int place = t * kWarp + lane_id();
-        if (place < num_listed_) {
-          const Found e = listed(place);
-          f(e.value, e.id);
-        }
-      }
+  __device__ __forceinline__ void each_kept(Part part, const F& f) const {
+    if (list_ == List::kNone) {
+      each_value(part, f);
       return;
     }
-    each_vector(part, [&](int u, const float(&v)[kVec]) {
+    for (int t = part.first; t < part.last; ++t) {
+      const int place = t * kWarp + lane_id();
+      if (place >= num_listed_) return;
+      const Found e = listed(place);
+      f(e.value, e.id);
+    }
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_value(Part part, const F& f) const {
+    for (int t = part.first; t < part.last; ++t) {
+      int id = t * Values::kTile + lane_id() * kVec - row_.shift;
+      uint4 raw = row_.fetch(id + row_.shift);
+      // A word at a time: what is done with a value is long, and there are many such loops.
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j) {
+        float v[Values::kPerWord];
+        Values::unpack(raw.x, v);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) f(v[j], u + j - row_.shift);
-    });
+        for (int i = 0; i < Values::kPerWord; ++i, ++id) f(sound(edited(v[i], id)), id);
+        raw = make_uint4(raw.y, raw.z, raw.w, 0);
+      }
+    }
   }
 
   // ---- Weights.
 
-  __device__ bool kept(float v, int id) const {
+  __device__ __forceinline__ bool kept(float v, int id) const {
     return v > cut_.value || (v == cut_.value && (id <= cut_.id || mutant("tree_verify_cut_tie")));
   }
 
-  __device__ uint64_t raw_draft(int64_t id) const {
+  __device__ __forceinline__ uint64_t raw_draft(int64_t id) const {
     const float q = float_at(probs_, a_.draft_dtype, id);
     return is_sound_draft(q) ? draft_weight(q) : 0;
   }
 
+  // Before any cut.
+  __device__ __forceinline__ uint64_t target_weight(float v) const {
+    return to_fixed(exp_weight<Math>(log_weight<Math>(v, greatest_, inverse_)));
+  }
+
   // The weight as it stands.
-  __device__ uint64_t current(float v, int id) const {
+  __device__ __forceinline__ uint64_t current(float v, int id) const {
     if (weighed_ == Weighed::kTies) return v == tie_ && kept(v, id);
     if (!kept(v, id)) return 0;
     const float relative = exp_weight<Math>(log_weight<Math>(v, greatest_, inverse_));
@@ -490,7 +538,7 @@ class NodeRow {
     return left;
   }
 
-  __attribute__((noinline)) __device__ uint64_t residual(uint64_t left, int id) const {
+  __device__ __forceinline__ uint64_t residual(uint64_t left, int id) const {
     const uint64_t q = raw_draft(id);
     for (int r = 0; r < num_rejected_; ++r) {
       const uint64_t amount = scaled(q >> 16, q & 0xFFFFu, s_.ratio[r]);
@@ -499,14 +547,14 @@ class NodeRow {
     return left;
   }
 
-  __attribute__((noinline)) __device__ uint64_t lane_sum(Part part) const {
+  __device__ __forceinline__ uint64_t lane_sum(Part part) const {
     uint64_t sum = 0;
-    each_value(part, [&](float v, int id) { sum += current(v, id); });
+    each_kept(part, [&](float v, int id) { sum += current(v, id); });
     return sum;
   }
 
   // Sum of the weights; those of each warp stay for locate().
-  __attribute__((noinline)) __device__ uint64_t sum() {
+  __device__ __forceinline__ uint64_t sum() {
     const uint64_t own = warp_sum(lane_sum(own_part(num_tiles())));
     __syncthreads();
     if (lane_id() == 0) s_.segment[warp_id()] = own;
@@ -515,14 +563,18 @@ class NodeRow {
   }
 
   // The first element whose cumulative weight exceeds `below`, after sum().
-  __attribute__((noinline)) __device__ Found locate(uint64_t below) {
+  __device__ __forceinline__ Found locate(uint64_t below) {
     const int n = num_tiles();
     int chosen = pick_lane(lane_id() < num_warps() ? s_.segment[lane_id()] : 0, below);
     int share_size = divide_up(n, num_warps());
     int first = chosen * share_size;
     int last = min(first + share_size, n);
-    while (last - first > 1) {
-      const uint64_t own = warp_sum(lane_sum(share(first, last - first)));
+    uint64_t own;
+    for (;;) {
+      const bool single = last - first == 1;
+      own = lane_sum(single ? Part{first, last} : share(first, last - first));
+      if (single) break;
+      own = warp_sum(own);
       __syncthreads();
       if (lane_id() == 0) s_.partial[warp_id()] = own;
       __syncthreads();
@@ -531,10 +583,10 @@ class NodeRow {
       first += chosen * share_size;
       last = min(first + share_size, last);
     }
-    const int lane = pick_lane(lane_sum({first, last}), below);
+    const int lane = pick_lane(own, below);
     uint64_t cumulative = 0;
     Found found = {0.0f, -1, first * kWarp + lane};
-    each_value({first, last}, [&](float v, int id) {
+    each_kept({first, last}, [&](float v, int id) {
       cumulative += current(v, id);
       if (found.id < 0 && exceeds(cumulative, below)) found = {v, id, found.place};
     });
@@ -553,66 +605,82 @@ class NodeRow {
   // Cuts after the element, best first, at which the number of elements (or their weight) reaches
   // `target`; nothing is cut where all of them do not. What is kept is put into the list if it
   // fits.
-  template <bool kByWeight>
-  __device__ void cut_at(uint64_t target) {
-    Interval in = {kLeastKey + 1, kGreatestKey, 0};
-    if (list_ == List::kNone && !gather_best<kByWeight>(target)) {
-      in = {kLeastKey + 1, greatest_key_, 0};
-      const int count = narrow<kByWeight>(target, in);
-      if (count < 0) return;
-      if (count > kListCapacity) {
-        cut_ties<kByWeight>(target - in.above, in.low);
+  __device__ __forceinline__ void cut_at(bool by_weight, uint64_t target) {
+    const bool listed_already = list_ != List::kNone;
+#pragma unroll 1
+    for (bool best = true;; best = false) {
+      Interval in = {kLeastKey + 1, kGreatestKey, 0};
+      if (!listed_already) {
+        int count = kListCapacity;
+        if (best) {
+          if (!bound_best(by_weight, target, in)) continue;
+        } else {
+          in.high = greatest_key_;
+          count = narrow(by_weight, target, in);
+          if (count < 0) return;
+        }
+        if (count > kListCapacity) {  // of one value: those of lowest id stay
+          tie_ = value_of_key(in.low);
+          weighed_ = Weighed::kTies;
+          const uint64_t each = by_weight ? target_weight(tie_) : 1;
+          target = (target - in.above + each - 1) / each;
+        } else {
+          if (gather(in.low, in.high) > kListCapacity) continue;
+          list_ = List::kByRank;
+          sort_list();
+        }
+      }
+      const bool ties = weighed_ == Weighed::kTies;
+      Found last = {0.0f, 0, num_listed_ - 1};
+      if (by_weight || ties) {
+        const uint64_t above = ties ? 0 : in.above;
+        if (above + sum() >= target) {
+          last = locate(target - above - 1);
+        } else if (in.low > kLeastKey + 1 && best) {  // there is more than the list holds
+          list_ = List::kNone;
+          continue;
+        }
+      } else {
+        last.place =
+            static_cast<int>(min(static_cast<uint64_t>(last.place), target - in.above - 1));
+      }
+      if (ties) {
+        cut_ = {tie_, last.id, 0};
+        weighed_ = Weighed::kTarget;
         return;
       }
-      gather(in.low, in.high);
+      cut_ = listed(last.place);
+      num_listed_ = last.place + 1;
+      if (in.above > 0) list_ = List::kNone;
+      return;
     }
-    if (list_ == List::kNone) {
-      list_ = List::kByRank;
-      sort_list(false);
-    }
-    int last = num_listed_ - 1;
-    if constexpr (kByWeight) {
-      if (in.above + sum() >= target) last = locate(target - in.above - 1).place;
-    } else {
-      last = static_cast<int>(min(static_cast<uint64_t>(last), target - in.above - 1));
-    }
-    cut_ = listed(last);
-    num_listed_ = last + 1;
-    if (in.above > 0) list_ = List::kNone;
   }
 
-  // Gathers all that is kept, or at least the best up to `target`. False if they are too many.
-  template <bool kByWeight>
-  __attribute__((noinline)) __device__ bool gather_best(uint64_t target) {
-    const int num_threads = static_cast<int>(blockDim.x);
-    if (row_.size <= kListCapacity) {
-      gather(kLeastKey + 1, kGreatestKey);
-      return true;
-    }
+  // The interval of all that is kept, where the list takes that, or of at least the best up to
+  // `target`. False if there is no bound to be had.
+  __device__ __forceinline__ bool bound_best(bool by_weight, uint64_t target, Interval& in) const {
+    if (row_.size <= kListCapacity) return true;
     // The greatest values of the threads are values of the row, so the n-th of them is a lower
     // bound of the n-th best; hardly more than n values are above it.
-    const uint64_t wanted = kByWeight ? static_cast<uint64_t>(num_threads / 4) : target;
+    const int num_threads = static_cast<int>(blockDim.x);
+    const uint64_t wanted = by_weight ? static_cast<uint64_t>(num_threads / 4) : target;
     if (wanted > static_cast<uint64_t>(num_threads) * 3 / 4) return false;
     uint32_t bound = 0;
     for (int bit = 31; bit >= 0; --bit) {
       const uint32_t higher = bound | 1u << bit;
       if (__syncthreads_count(own_key_ >= higher) >= static_cast<int>(wanted)) bound = higher;
     }
-    if (gather(max(bound, kLeastKey + 1), kGreatestKey) > kListCapacity) return false;
-    if constexpr (!kByWeight) return true;
-    list_ = List::kByRank;
-    const bool enough = sum() >= target;
-    list_ = List::kNone;
-    return enough;
+    in.low = max(bound, kLeastKey + 1);
+    return true;
   }
 
   // Puts what is kept of the keys in [low, high] into the list, as it comes; returns their number,
   // also where the list is too short.
-  __attribute__((noinline)) __device__ int gather(uint32_t low, uint32_t high) {
+  __device__ __forceinline__ int gather(uint32_t low, uint32_t high) {
     __syncthreads();
     if (threadIdx.x == 0) s_.count = 0;
     __syncthreads();
-    each_value(own_part(num_tiles()), [&](float v, int id) {
+    each_value(own_part(row_.num_tiles()), [&](float v, int id) {
       const uint32_t key = key_of(v);
       if (key < low || key > high || !kept(v, id)) return;
       const int place = atomicAdd(&s_.count, 1);
@@ -623,16 +691,23 @@ class NodeRow {
     return s_.count;
   }
 
-  // Bitonic, greatest entry first; `exchange` swaps the halves of every entry before.
-  __attribute__((noinline)) __device__ void sort_list(bool exchange) {
+  __device__ __forceinline__ void sort_by_id() {
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < num_listed_;
+         i += static_cast<int>(blockDim.x)) {
+      s_.list[i] = s_.list[i] << 32 | s_.list[i] >> 32;
+    }
+    list_ = List::kById;
+    sort_list();
+  }
+
+  // Bitonic, greatest entry first.
+  __device__ __forceinline__ void sort_list() {
     int padded = 1;
     while (padded < num_listed_) padded *= 2;
     const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
     __syncthreads();
-    for (int i = thread; i < padded; i += num_threads) {
-      const uint64_t entry = i < num_listed_ ? s_.list[i] : 0;
-      s_.list[i] = exchange ? entry << 32 | entry >> 32 : entry;
-    }
+    for (int i = num_listed_ + thread; i < padded; i += num_threads) s_.list[i] = 0;
     for (int size = 2; size <= padded; size *= 2) {
       for (int step = size / 2; step > 0; step /= 2) {
         __syncthreads();
@@ -651,24 +726,23 @@ class NodeRow {
 
   // Narrows the interval to keys at which the amount reaches `target` and of which the list takes
   // all, or to one key. Returns how many elements are in it, -1 where all together do not reach it.
-  template <bool kByWeight>
-  __attribute__((noinline)) __device__ int narrow(uint64_t target, Interval& in) {
-    constexpr int kTables = kByWeight ? 1 + kNumLimbs : 1;
+  __device__ __forceinline__ int narrow(bool by_weight, uint64_t target, Interval& in) {
+    const int num_tables = by_weight ? 1 + kNumLimbs : 1;
     for (;;) {
       int shift = 0;
       while ((in.high - in.low) >> shift >= kNumBins) ++shift;
       __syncthreads();
-      for (int i = static_cast<int>(threadIdx.x); i < kTables * kNumBins * kWarp;
+      for (int i = static_cast<int>(threadIdx.x); i < num_tables * kNumBins * kWarp;
            i += static_cast<int>(blockDim.x)) {
         s_.bins[i / (kNumBins * kWarp)][i / kWarp % kNumBins][i % kWarp] = 0;
       }
       __syncthreads();
-      each_value(own_part(num_tiles()), [&](float v, int id) {
+      each_value(own_part(row_.num_tiles()), [&](float v, int id) {
         const uint32_t key = key_of(v);
         if (key < in.low || key > in.high || !kept(v, id)) return;
         const int bin = static_cast<int>((key - in.low) >> shift);
         atomicAdd(&s_.bins[0][bin][lane_id()], 1u);
-        if constexpr (kByWeight) {
+        if (by_weight) {
           uint64_t weight = current(v, id);
           for (int limb = 1; limb <= kNumLimbs; ++limb) {
             atomicAdd(&s_.bins[limb][bin][lane_id()],
@@ -681,7 +755,7 @@ class NodeRow {
       for (int bin = warp_id(); bin < kNumBins; bin += num_warps()) {
         const uint64_t count = warp_sum(s_.bins[0][bin][lane_id()]);
         uint64_t amount = count;
-        if constexpr (kByWeight) {
+        if (by_weight) {
           amount = 0;
           for (int limb = kNumLimbs; limb > 0; --limb) {
             amount = (amount << kLimbBits) + warp_sum(s_.bins[limb][bin][lane_id()]);
@@ -705,22 +779,6 @@ class NodeRow {
     }
   }
 
-  // Of the elements equal to the value of `key`, keeps those of lowest id that reach `target`.
-  template <bool kByWeight>
-  __device__ void cut_ties(uint64_t target, uint32_t key) {
-    const float value = value_of_key(key);
-    if constexpr (kByWeight) {
-      const uint64_t weight =
-          to_fixed(exp_weight<Math>(log_weight<Math>(value, greatest_, inverse_)));
-      target = (target + weight - 1) / weight;
-    }
-    tie_ = value;
-    weighed_ = Weighed::kTies;
-    sum();
-    cut_ = {value, locate(target - 1).id, 0};
-    weighed_ = Weighed::kTarget;
-  }
-
   const TreeVerifyArgs& a_;
   const int64_t request_;
   const Parameters& p_;
@@ -730,6 +788,7 @@ class NodeRow {
   const uint32_t* allowed_ = nullptr;
   const void* probs_ = nullptr;
   uint32_t own_key_ = 0, greatest_key_ = 0;
+  int greatest_place_ = 0;
   float greatest_ = 0.0f, inverse_ = 0.0f, min_p_ = 0.0f, tie_ = 0.0f;
   Found cut_ = {};
   List list_ = List::kNone;
@@ -739,9 +798,10 @@ class NodeRow {
 };
 
 template <Float kKind>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     tree_verify_kernel(const __grid_constant__ TreeVerifyArgs a, Fault* record) {
-  SK_SHARED(BlockState, state);
+  SK_DYNAMIC_SHARED(BlockState, shared);
+  BlockState& state = *shared;
   const int64_t b = blockIdx.x;
   const bool first = threadIdx.x == 0;
   Walked walked = {-1, 0};
@@ -800,7 +860,8 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   const int64_t num_warps =
       std::clamp<int64_t>((vectors + kWarp - 1) / kWarp, 2, kMaxThreads / kWarp);
   launch_kernel(kOp, kernel, dim3(static_cast<unsigned>(args.batch)),
-                dim3(static_cast<unsigned>(num_warps * kWarp)), 0, stream, args, check.record());
+                dim3(static_cast<unsigned>(num_warps * kWarp)), sizeof(BlockState), stream, args,
+                check.record());
   check.finish([](const Fault& fault) {
     refuse(kOp, static_cast<BadParameter>(fault.code),
            Math::from_bits(static_cast<uint32_t>(fault.got)));
