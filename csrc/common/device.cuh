@@ -79,13 +79,15 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
-// kernel<<<grid, block, shared_bytes, stream>>>(args...), more than 48 KiB of dynamic shared memory
-// included; raises where the launch itself is refused. `what` names the op.
+// kernel<<<grid, block, shared_bytes, stream>>>(args...); raises where the launch itself is
+// refused. `what` names the op.
 template <class... Params, class... Args>
 void launch_kernel(const char* what, void (*kernel)(Params...), dim3 grid, dim3 block,
                    size_t shared_bytes, cudaStream_t stream, const Args&... args) {
-  constexpr size_t kPlainSharedBytes = 48 << 10;
-  if (shared_bytes > kPlainSharedBytes) {
+  // Beyond 48 KiB, static arrays included, a kernel must be allowed its shared memory. Static
+  // arrays stay within 40 KiB (tests/cuda_on_host/test_budgets.py).
+  constexpr size_t kAlwaysAllowed = 8 << 10;
+  if (shared_bytes > kAlwaysAllowed) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shared_bytes)),
                what);

@@ -147,6 +147,11 @@ class Machine:
         """The schedule of the launches to come; see ``simt.h``."""
         self._configure(seed, resident_blocks, 0)
 
+    def num_launches(self) -> int:
+        """Of all kernels since the library was loaded."""
+        self.library.simt_num_launches.restype = ctypes.c_uint64
+        return self.library.simt_num_launches()
+
 
 _loaded: list[Machine] = []
 

@@ -143,6 +143,7 @@ struct Block {
   uint64_t salt = 0;
   std::vector<Thread> threads;
   std::vector<Shared> shared;
+  size_t shared_bytes = 0;
   int num_exited = 0, num_at_barrier = 0;
   ~Block() {
     for (const Shared& s : shared) ::operator delete(s.data, std::align_val_t{128});
@@ -174,6 +175,7 @@ class Machine {
   }
   void slow(int device, int factor) { slowness_[device] = factor; }
   uint64_t steps() const { return steps_; }
+  uint64_t num_launches() const { return num_launches_; }
 
   Stream* default_stream() { return &default_; }
   Stream* create(int device) {
@@ -194,6 +196,7 @@ class Machine {
 
   void enqueue(Stream* stream, dim3 grid, dim3 block, size_t shared_bytes,
                std::function<void()> body) {
+    ++num_launches_;
     auto launch = std::make_unique<Launch>();
     launch->grid = grid;
     launch->block = block;
@@ -335,6 +338,8 @@ class Machine {
     for (const Shared& s : shared) {
       if (s.key == key) return s.data;
     }
+    if ((current_->block->shared_bytes += bytes) > kMaxSharedBytes)
+      fail("more shared memory than a block has");
     void* data = ::operator new(bytes, std::align_val_t{128});
     // NaN as floats and -1 as integers, or large numbers in either.
     std::memset(data, current_->block->salt & 1u ? 0xff : 0xcd, bytes);
@@ -634,7 +639,7 @@ class Machine {
     }
   }
 
-  uint64_t seed_ = 0, steps_ = 0, max_steps_ = kMaxSteps;
+  uint64_t seed_ = 0, steps_ = 0, max_steps_ = kMaxSteps, num_launches_ = 0;
   int resident_ = 0;
   Rng rng_;
   std::map<int, int> slowness_;
@@ -828,6 +833,10 @@ cudaError_t cudaFree(void* p) {
 extern "C" __attribute__((visibility("default"))) void simt_configure(uint64_t seed, int resident,
                                                                       uint64_t max_steps) {
   simt::configure(seed, resident, max_steps);
+}
+
+extern "C" __attribute__((visibility("default"))) uint64_t simt_num_launches() {
+  return simt::machine().num_launches();
 }
 
 #if defined(SK_MUTANTS)

@@ -1,0 +1,125 @@
+"""What only CUDA kernels promise: how many launches a call takes, and where their limits are."""
+
+import pytest
+import torch
+from cuda_on_host import host_build
+
+from spec_kernels import compact, hidden_capture, tree_build
+
+BACKEND = host_build.BACKEND
+
+pytestmark = pytest.mark.skipif(
+    host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
+)
+
+
+@pytest.fixture
+def launches():
+    """Launches of a call."""
+    machine = host_build.load()
+
+    def count(function, *args, **kwargs):
+        before = machine.num_launches()
+        function(*args, **kwargs, backend=BACKEND)
+        return machine.num_launches() - before
+
+    return count
+
+
+def compact_problem(num_caches, path, *, cache=(8, 4, 5), num_nodes=200, context=3):
+    generator = torch.Generator().manual_seed(0)
+    accept_index = torch.tensor([path])
+    num_pages, page_size = cache[:2]
+    table = torch.randperm(num_pages, generator=generator)[None]
+    caches = [torch.randn(cache, generator=generator) for _ in range(num_caches)]
+    rows = [
+        torch.randint(0, 1000, (1, num_nodes), generator=generator),
+        torch.randn(1, num_nodes, 3, 1000, generator=generator).bfloat16(),
+    ]
+    count = torch.tensor([len(path) - 1])
+    return (accept_index, count, torch.tensor([context]), table), caches, rows
+
+
+def assert_like_the_reference(indices, caches, rows):
+    results = []
+    for backend in ("reference", BACKEND):
+        moved = [t.clone() for t in caches], [t.clone() for t in rows]
+        compact(*indices, *moved, backend=backend)
+        results.append([*moved[0], *moved[1]])
+    for a, b in zip(*results, strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("num_caches, expected", [(0, 1), (61, 1), (86, 1), (87, 2), (180, 3)])
+def test_compact_moves_all_layers_in_one_launch(launches, num_caches, expected):
+    """Kimi-K2.5 has 61 caches; with the tokens and the hidden rows that is one launch."""
+    indices, caches, rows = compact_problem(num_caches, [0, 2, 5, 9])
+    assert_like_the_reference(indices, caches, rows)
+    assert launches(compact, *indices, caches, rows) == expected
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 12, 16, 1152, 5000, 14336])
+def test_compact_moves_rows_of_any_width_and_long_paths(launches, width):
+    """Beyond one tile of moves, one chunk of bytes, and the widest aligned word."""
+    path = [0, 1, 2, *range(5, 195)]
+    indices, _, _ = compact_problem(0, path)
+    indices = (*indices[:3], torch.randperm(210)[None])
+    generator = torch.Generator().manual_seed(width)
+    cache = torch.randint(0, 256, (210, 1, width), generator=generator, dtype=torch.uint8)
+    rows = torch.randint(0, 256, (1, 200, width), generator=generator, dtype=torch.uint8)
+    assert_like_the_reference(indices, [cache], [rows])
+    odd = torch.empty(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape)
+    odd.copy_(rows)
+    expected = rows.clone()
+    compact(*indices, [], [expected], backend="reference")
+    compact(*indices, [], [odd], backend=BACKEND)
+    assert odd.equal(expected)
+
+
+def test_compact_takes_any_number_of_requests():
+    """More than a grid is high; padded ones but for the last."""
+    batch = 65535 + 3
+    accept_index = torch.tensor([[0, 2]]).expand(batch, 2)
+    lengths = torch.full((batch,), -1)
+    lengths[-1] = 0
+    rows = torch.arange(3 * batch).view(batch, 3)
+    expected = rows.clone()
+    expected[-1, 1] = rows[-1, 2]
+    compact(
+        accept_index,
+        torch.ones(batch, dtype=torch.int64),
+        lengths,
+        torch.zeros(batch, 1, dtype=torch.int64),
+        [],
+        [rows],
+        backend=BACKEND,
+    )
+    assert rows.equal(expected)
+
+
+def test_compact_checks_every_page_size_before_it_moves():
+    """A position beyond one cache's pages keeps the request's rows in place in all of them."""
+    indices, caches, rows = compact_problem(1, [0, 2, 5, 9])
+    small = torch.randn(8, 1, 4)
+    before = [t.clone() for t in (*caches, small, *rows)]
+    compact(*indices, [*caches, small], rows, backend=BACKEND)  # position 12 is in the first alone
+    for t, old in zip((*caches, small, *rows), before, strict=True):
+        assert t.equal(old)
+    sizes = [torch.zeros(30, size, 1) for size in range(1, 10)]
+    with pytest.raises(ValueError, match="caches: expected at most 8 different page sizes"):
+        compact(*indices, sizes, backend=BACKEND)
+
+
+def test_the_others_are_one_launch_too(launches):
+    pool = torch.zeros(3, 40), torch.zeros(3, 40).long(), torch.full((3, 40), -1), torch.zeros(3)
+    assert launches(tree_build, *pool[:3], pool[3].long(), 16) == 1
+    x = torch.randn(2, 5, 64)
+    assert launches(hidden_capture, x[0], x[1], torch.ones(64), 1e-5) == 1
+
+
+def test_hidden_capture_keeps_a_row_in_registers():
+    x = torch.randn(2, 1, 16385)
+    before = x.clone()
+    with pytest.raises(ValueError, match="residual: expected at most 16384 columns, got 16385"):
+        hidden_capture(x[0], x[1], torch.ones(16385), 1e-5, backend=BACKEND)
+    assert x.equal(before)
