@@ -228,7 +228,7 @@ std::string launch_errors() {
   if (refused(dim3(1), dim3(32), 49152)) return "48 KiB";
   int wrong = 0;
   run(shared_memory, dim3(1), dim3(64), 100 << 10 >> 1, &wrong);
-  run(shared_memory, dim3(1), dim3(64), 98 << 10, &wrong);
+  run(shared_memory, dim3(1), dim3(64), 97 << 10, &wrong);
   if (wrong) return "wrong " + std::to_string(wrong);
   for (const size_t bytes : {99 << 10, 100 << 10}) {  // the static arrays come on top
     try {
