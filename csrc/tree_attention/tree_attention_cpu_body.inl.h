@@ -393,20 +393,35 @@ void value_tile_product(Work& w, int rows, int64_t begin, int64_t end, float* ac
 
 #else
 
+// Sums stay in vectors of the machine's own width, kPieces of them for 16 lanes: compilers keep
+// wider ones in memory.
 #if SK_MATH == SK_MATH_DOT
 typedef uint32_t Broadcast;
-SK_INLINE F32x16 multiply_add(Broadcast a, const uint32_t* b, F32x16 c) {
+SK_INLINE F32Native multiply_add(Broadcast a, const uint32_t* b, F32Native c) {
   const __m512i x = _mm512_set1_epi32(static_cast<int>(a));
   return (F32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)x, (__m512bh)_mm512_loadu_si512(b));
 }
 #else
 typedef float Broadcast;
-SK_INLINE F32x16 multiply_add(Broadcast a, const float* b, F32x16 c) {
+SK_INLINE F32Native multiply_add(Broadcast a, const float* b, F32Native c) {
+#if defined(__AVX512F__)
   return fma(splat(a), load(b), c);
+#elif defined(__FMA__)
+  return (F32Native)_mm256_fmadd_ps(_mm256_set1_ps(a), _mm256_loadu_ps(b), (__m256)c);
+#else
+  F32Native x;
+  std::memcpy(&x, b, sizeof(x));
+  return a * x + c;
+#endif
 }
 #endif
 
-// How many rows and vectors of results stay in registers, by instruction set.
+SK_INLINE void store_pieces(float* out, const F32Native* pieces) {
+  for (int p = 0; p < kPieces; ++p)
+    std::memcpy(out + p * kNativeLanes, pieces + p, sizeof(F32Native));
+}
+
+// How many rows and sixteens of results stay in registers, by instruction set.
 #if defined(__AVX512F__)
 constexpr int kRows = 8;
 #else
@@ -417,7 +432,7 @@ struct Vectors {
 #if defined(__AVX512F__)
   static constexpr int value = kNum <= 2 ? 8 : kNum <= 4 ? 6 : kNum <= 6 ? 4 : 3;
 #else
-  static constexpr int value = 2;
+  static constexpr int value = kPieces > 2 ? 1 : 2;
 #endif
 };
 
@@ -447,18 +462,23 @@ SK_INLINE void cover(int64_t begin, int64_t end, const F& f) {
 template <int kNum, int kVectors>
 void score_block(const Broadcast* q, int64_t q_stride, const Broadcast* keys, int64_t key_words,
                  int64_t key_units, float* scores) {
-  F32x16 sum[kNum][kVectors] = {};
+  F32Native sum[kNum][kVectors][kPieces] = {};
   for (int64_t u = 0; u < key_units; ++u) {
 #pragma GCC unroll 8
     for (int r = 0; r < kNum; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = multiply_add(q[r * q_stride + u], keys + (v * key_words + u) * 16, sum[r][v]);
+#pragma GCC unroll 4
+        for (int p = 0; p < kPieces; ++p) {
+          sum[r][v][p] =
+              multiply_add(q[r * q_stride + u], keys + (v * key_words + u) * 16 + p * kNativeLanes,
+                           sum[r][v][p]);
+        }
       }
     }
   }
   for (int r = 0; r < kNum; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(scores + r * kScoreStride + v * 16, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) store_pieces(scores + r * kScoreStride + v * 16, sum[r][v]);
   }
 }
 
@@ -484,7 +504,7 @@ void score_tile(Work& w, int64_t row, int rows, int64_t first_group, int64_t end
 template <int kNum, int kVectors, bool kTail>
 void value_block(const Work& w, const float* const* rows, const float* weights, int64_t begin,
                  int64_t end, int64_t column, float* acc) {
-  F32x16 sum[kNum][kVectors] = {};
+  F32Native sum[kNum][kVectors][kPieces] = {};
   const int64_t rest = w.a.v_dim - column;
   for (int64_t i = begin; i < end; ++i) {
     const float* value = rows[i] + column;
@@ -497,12 +517,17 @@ void value_block(const Work& w, const float* const* rows, const float* weights, 
     for (int r = 0; r < kNum; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = multiply_add(weights[r * kWeightStride + i], value + v * 16, sum[r][v]);
+#pragma GCC unroll 4
+        for (int p = 0; p < kPieces; ++p) {
+          sum[r][v][p] = multiply_add(weights[r * kWeightStride + i],
+                                      value + v * 16 + p * kNativeLanes, sum[r][v][p]);
+        }
       }
     }
   }
   for (int r = 0; r < kNum; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(acc + r * w.columns + column + v * 16, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v)
+      store_pieces(acc + r * w.columns + column + v * 16, sum[r][v]);
   }
 }
 

@@ -9,6 +9,7 @@ import ctypes
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -1121,6 +1122,17 @@ def test_traffic_of_the_cache_does_not_grow_with_heads_or_rows_of_the_tree():
 def test_the_readme_has_the_floors_that_the_function_gives():
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     assert floors_table() in readme
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
+def test_the_instruction_counter_compiles():
+    """Its driver fills the kernel's arguments by hand, so a change there must reach it."""
+    root = Path(__file__).resolve().parents[2]
+    includes = [f"-I{root / 'csrc'}", "-isystem", str(Path(torch.__file__).parent / "include")]
+    source = str(root / "benchmarks" / "count_instructions.cpp")
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-DSK_ISA=plain", *includes, source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 if __name__ == "__main__":
