@@ -8,6 +8,9 @@ caller owns and return ``()``.
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,7 +148,41 @@ def arguments(name: str) -> list:
     return getattr(torch.ops.spec_kernels, name).default._schema.arguments
 
 
+# Ops whose CUDA tensors the dispatcher gives to the Triton kernel.
+_given_to_triton: set[str] = set()
+
+
 def has_kernel(name: str, device_type: str) -> bool:
     """Whether a compiled kernel of op ``name`` is loaded for ``"cpu"`` or ``"cuda"``."""
+    if device_type == "cuda" and name in _given_to_triton:
+        return False
     key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+
+def why_no_triton(name: str) -> str | None:
+    """Why op ``name`` cannot run on Triton: it has no kernel there, or the package is missing."""
+    if importlib.util.find_spec(f"{_folder(name)}.triton") is None:
+        return "none for this op"
+    return None if importlib.util.find_spec("triton") else "the triton package is not installed"
+
+
+@functools.cache
+def triton_kernel(name: str) -> Callable[..., None]:
+    """``<name>_triton`` of the op's folder, imported when it is first asked for."""
+    return getattr(importlib.import_module(f"{_folder(name)}.triton"), f"{name}_triton")
+
+
+def register_triton(name: str) -> None:
+    """Lets Triton take CUDA tensors of op ``name`` where no compiled kernel does.
+
+    Only a wrapper is registered: neither Triton nor the kernel is imported before a call.
+    """
+    if torch.version.cuda is None or why_no_triton(name) or has_kernel(name, "cuda"):
+        return
+    _given_to_triton.add(name)
+    _lib.impl(name, lambda *args: triton_kernel(name)(*args), "CUDA")
+
+
+def _folder(name: str) -> str:
+    return REFERENCES[name].__module__.rpartition(".")[0]

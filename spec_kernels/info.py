@@ -99,18 +99,16 @@ def _transports() -> dict[str, str]:
 
 def _op_backends(name: str) -> dict[str, object]:
     """Which implementations op ``name`` has, and which one each device's tensors are given."""
-    reference = _library.REFERENCES.get(name)
-    folder = reference.__module__.rpartition(".")[0] if reference else None
+    has_reference = name in _library.REFERENCES
     row: dict[str, object] = {
-        "reference": reference is not None,
+        "reference": has_reference,
         "cpu": _library.has_kernel(name, "cpu"),
         "cuda": _library.has_kernel(name, "cuda"),
-        "triton": bool(
-            folder and importlib.util.find_spec(f"{folder}.triton") and _installed("triton")
-        ),
+        "triton": has_reference and _library.why_no_triton(name) is None,
     }
-    for device in ("cpu", "cuda"):
-        row[f"{device}_tensors"] = next((b for b in (device, "reference") if row[b]), "nothing")
+    for device, order in {"cpu": ("cpu",), "cuda": ("cuda", "triton")}.items():
+        order += ("reference",)
+        row[f"{device}_tensors"] = next((b for b in order if row[b]), "nothing")
     return row
 
 

@@ -5,6 +5,7 @@ twice: as a machine without one can run them, and on a device (marked ``gpu``; d
 there is none).
 """
 
+import importlib
 import os
 
 # Threads that wait by spinning take minutes from a suite where other programs want the cores too.
@@ -66,6 +67,7 @@ def backend(request):
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("compiled for the device here: runs as triton_on_device")
+        importlib.import_module("spec_kernels.testing.interpreter").speed_up()
     if request.param == "cuda_on_host":
         if host_build.missing():
             pytest.skip(f"CUDA sources on the host: {host_build.missing()}")

@@ -1,5 +1,6 @@
 """The operations, one folder each: contract (``api``), oracle (``reference``), kernels."""
 
+from spec_kernels import _library
 from spec_kernels.ops.compact import compact
 from spec_kernels.ops.hidden_capture import hidden_capture
 from spec_kernels.ops.merge_states import merge_states
@@ -36,6 +37,9 @@ from spec_kernels.ops.tree_verify import (
     tree_verify_choices,
     tree_verify_coins,
 )
+
+for _name in _library.SCHEMAS:
+    _library.register_triton(_name)
 
 __all__ = [
     "ContextShard",

@@ -124,7 +124,6 @@ def run(
     device: torch.device,
     args: tuple,
     reference: Callable[..., None],
-    triton: Callable[..., None] | None = None,
 ) -> None:
     """Calls op ``op`` on ``args`` through ``backend``; ``None`` leaves it to torch's dispatcher.
 
@@ -145,9 +144,12 @@ def run(
             fail(op, "backend", f"a compiled kernel for {backend!r}", f"none (library: {reason})")
         function = getattr(torch.ops.spec_kernels, op).default
     elif backend == "triton":
-        if triton is None:
-            fail(op, "backend", "a Triton kernel", "none for this op")
-        function = triton
+        reason = _library.why_no_triton(op)
+        if reason:
+            fail(op, "backend", "a Triton kernel", reason)
+        function = _library.triton_kernel(op)
+        if not torch.compiler.is_compiling():
+            check_outputs_apart(op, args)
     elif backend in EXTRA_BACKENDS:
         if device.type != "cpu":
             fail(op, "backend", f"tensors on cpu for backend {backend!r}", device)
