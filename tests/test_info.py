@@ -24,6 +24,12 @@ def test_every_op_is_listed_with_what_will_run():
         assert f"kernels use {_library.cpu_isa()}, and {_library.cpu_bf16()} to" in text
 
 
+def test_importing_the_package_imports_no_triton():
+    code = "import sys, spec_kernels; sys.exit('triton' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 0
+
+
 def python(code, isa):
     return subprocess.run(
         [sys.executable, "-c", code],

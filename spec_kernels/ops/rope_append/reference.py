@@ -39,12 +39,12 @@ def _at(name, index):
     return f"{name}[{', '.join(str(i) for i in index)}]"
 
 
-def _places(op, cache_name, cache, cos_sin, depths, slots, context_lens, cache_lens, block_tables):
+def _places(op, cache_name, cache, lookup, checks):
     """``(request, row, cos and sin, page, slot)`` of the present rows, each ``[T, ...]``.
 
-    On CPU, and with SPEC_KERNELS_CHECK=1, values that lead out of a tensor raise; elsewhere their
-    rows are left out.
+    Rows whose values lead out of a tensor are left out, or, with ``checks``, raise.
     """
+    cos_sin, depths, slots, context_lens, cache_lens, block_tables = lookup
     num_pages, page_size = cache.shape[:2]
     num_positions = cos_sin.shape[0]
     num_places = block_tables.shape[1] * page_size
@@ -55,7 +55,6 @@ def _places(op, cache_name, cache, cos_sin, depths, slots, context_lens, cache_l
         slot = slots.long()
     begin = context if cache_lens is None else cache_lens.long().unsqueeze(1)
     present = (context >= 0) & (depth >= 0) & (slot >= 0)
-    checks = depth.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1"
 
     # Sums of huge values wrap below zero.
     position, place = context + depth, begin + slot
@@ -91,11 +90,21 @@ def _places(op, cache_name, cache, cos_sin, depths, slots, context_lens, cache_l
     return b, n, angles, page, place % page_size
 
 
-def _check_scale(op, name, scale):
-    if scale is None or scale.device.type != "cpu" and os.environ.get("SPEC_KERNELS_CHECK") != "1":
-        return
-    if at := _first(~(scale.isfinite() & (scale > 0))):
-        fail(op, _at(name, at), "a positive finite number", float(scale[at]))
+def check_values(op, cache_name, cache, lookup, scales) -> None:
+    """Refuses what the CPU kernel refuses; waits for the device.
+
+    ``lookup`` is (cos_sin, depths, slots, context_lens, cache_lens, block_tables).
+    """
+    for name, scale in scales.items():
+        if scale is not None and (at := _first(~(scale.isfinite() & (scale > 0)))):
+            fail(op, _at(name, at), "a positive finite number", float(scale[at]))
+    _places(op, cache_name, cache, lookup, checks=True)
+
+
+def _checked_places(op, cache_name, cache, lookup, scales):
+    if cache.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
+        check_values(op, cache_name, cache, lookup, scales)
+    return _places(op, cache_name, cache, lookup, checks=False)
 
 
 def _stored(x, scale, dtype):
@@ -123,10 +132,9 @@ def rope_append_reference(
     v_cache,
 ) -> None:
     op = "rope_append"
-    _check_scale(op, "k_scale", k_scale)
-    _check_scale(op, "v_scale", v_scale)
     lookup = (cos_sin, depths, slots, context_lens, cache_lens, block_tables)
-    b, n, angles, page, slot = _places(op, "k_cache", k_cache, *lookup)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    b, n, angles, page, slot = _checked_places(op, "k_cache", k_cache, lookup, scales)
     keys = rotate(k[b, n], *angles, interleaved)
     k_cache[page, slot] = _stored(keys, k_scale, k_cache.dtype)
     v_cache[page, slot] = _stored(v[b, n].float(), v_scale, v_cache.dtype)
@@ -151,9 +159,9 @@ def rope_append_mla_reference(
     cache,
 ) -> None:
     op = "rope_append_mla"
-    _check_scale(op, "cache_scale", cache_scale)
     lookup = (cos_sin, depths, slots, context_lens, cache_lens, block_tables)
-    b, n, angles, page, slot = _places(op, "cache", cache, *lookup)
+    scales = {"cache_scale": cache_scale}
+    b, n, angles, page, slot = _checked_places(op, "cache", cache, lookup, scales)
     rows = latent[b, n].float()
     if norm_weight is not None:
         rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
