@@ -14,6 +14,7 @@ from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, p
 needs_kernel = pytest.mark.skipif(
     not _library.LIBRARIES["cpu"].loaded, reason=f"_C_cpu: {_library.LIBRARIES['cpu'].reason}"
 )
+BACKENDS = ("reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
