@@ -72,7 +72,7 @@ def test_ranks_equal_one_rank(tiny, tp, kind, parallel):
         assert all(plain == speculative for plain, speculative, _ in texts)
 
 
-def test_ranks_sample_alike(tiny):
+def test_case_11_ranks_sample_alike(tiny):
     sampling = SamplingParams(1.0, top_k=20, top_p=0.95, seed=3)
     alone = ranks_texts(None, tiny, PLANS["chain"], "replicated", sampling)
     for texts in launch(ranks_texts, 2, tiny, PLANS["chain"], "tp", sampling):
@@ -131,7 +131,7 @@ def test_drawn_drafts_in_a_mixed_batch_equal_those_alone(tiny):
         (2, "static", "replicated"),
     ],
 )
-def test_ranks_draw_alike(tiny, tp, kind, parallel):
+def test_case_11_ranks_draw_alike(tiny, tp, kind, parallel):
     sampling = SamplingParams(1.0, top_p=0.95, seed=3)
     alone = ranks_texts(None, tiny, DRAWN[kind], "replicated", sampling)
     assert any(sum(accepted) for _, _, accepted in alone)
