@@ -182,8 +182,9 @@ def make(
     cache_dtype: torch.dtype | None = None,
     with_sinks: bool = False,
     shard: ContextShard | None = None,
+    poison: float = math.nan,
 ) -> Problem:
-    """A call whose caches hold random values where a row looks, and NaN elsewhere.
+    """A call whose caches hold random values where a row looks, and ``poison`` elsewhere.
 
     Args:
         paths: of every request, the path of every query row; else a random tree, all queried.
@@ -210,8 +211,8 @@ def make(
     tables = order.view(len(contexts), blocks).to(int_dtype)
     q = torch.randn(len(contexts), num_rows, heads, k_dim, generator=generator).to(dtype)
     # Values are placed in fp32 and cast once: fp8 tensors do not support assignment by index.
-    k = poisoned(num_pages, page, kv_heads, k_dim, dtype=torch.float32)
-    v = k[..., :v_dim] if form == "mla" else poisoned(*k.shape[:3], v_dim, dtype=torch.float32)
+    k = torch.full((num_pages, page, kv_heads, k_dim), poison)
+    v = k[..., :v_dim] if form == "mla" else torch.full((*k.shape[:3], v_dim), poison)
     problem = Problem(
         form,
         q,
@@ -311,9 +312,12 @@ def exact(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def check(problem: Problem, backend: str | None) -> None:
-    """Runs ``problem``; its errors may be at most twice those of plain PyTorch."""
-    out, lse = problem.run(backend)
+def check(problem: Problem, backend: str | None, run: Callable | None = None) -> None:
+    """Runs ``problem``; its errors may be at most twice those of plain PyTorch.
+
+    ``run`` takes the place of ``problem.run``: of a problem that differs, as a negative control.
+    """
+    out, lse = (run or problem.run)(backend)
     right, right_lse = exact(problem)
     plain, plain_lse = problem.plain()
     assert_as_accurate(out, right, plain)

@@ -462,6 +462,55 @@ def test_a_shard_is_a_context_shard(backend):
             make().run(choice, shard=(0, 2, 1))
 
 
+# ------------------------------------------------------------------------------ negative controls
+
+FAULTS = {
+    "a stranger is taken for an ancestor": lambda p: dict(ancestors=p.ancestors | 2),
+    "an ancestor is not seen": lambda p: dict(ancestors=p.ancestors & ~1),
+    "the window is one too wide": lambda p: dict(window=p.window + 1),
+    "the window is one too narrow": lambda p: dict(window=p.window - 1),
+    "the scales change places": lambda p: dict(k_scale=p.v_scale, v_scale=p.k_scale),
+    "the value scale is forgotten": lambda p: dict(v_scale=torch.ones(2)),
+    "the sinks are forgotten": lambda p: dict(sinks=None),
+    "the sinks are shifted by a head": lambda p: dict(sinks=p.sinks.roll(1)),
+    "the cap is forgotten": lambda p: dict(logit_cap=0.0),
+    "two pages change places": lambda p: dict(tables=p.tables[:, [0, 1, 2, 6, 4, 5, 3]]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checks_see(fault, dtype, backend):
+    """Each wrong call differs from the right one by what a kernel might get wrong."""
+    paths = [[[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]]
+    right = make(
+        "gqa",
+        dtype,
+        cache_dtype=FP8,
+        contexts=(100,),
+        paths=paths,
+        window=40,
+        logit_cap=2.0,
+        scale=1.0,
+        with_sinks=True,
+        poison=0.5,
+    )
+    check(right, backend)
+    wrong = right.replace(**FAULTS[fault](right))
+    with pytest.raises(AssertionError, match="largest error"):
+        check(right, backend, run=wrong.run)
+
+
+def test_the_checks_see_a_shard_that_is_left_out(backend):
+    whole = make(contexts=(100,), num_nodes=3)
+    parts = shards_of(whole, 4, 3)
+    right, _ = exact(whole)
+    out, _ = merged(parts, backend)
+    torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-5)
+    for i in range(4):
+        out, _ = merged(parts[:i] + parts[i + 1 :], backend)
+        assert not torch.allclose(out.double(), right, atol=1e-3, rtol=1e-3)
+
+
 # ------------------------------------------------------------------------------- reported faults
 
 
