@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/indexed.h"
 #include "compact/compact.h"
 
 namespace spec_kernels {
@@ -20,10 +21,6 @@ struct CompactArgs {
 namespace compact_detail {
 
 constexpr char kOp[] = "compact";
-
-inline std::string indexed(const char* name, int64_t i) {
-  return std::string(name) + "[" + std::to_string(i) + "]";
-}
 
 inline MovedRows moved_rows(const char* kind, int64_t i, const Tensor& t, const Tensor& like) {
   check_same_device(kOp, indexed(kind, i).c_str(), t, like);
@@ -138,30 +135,26 @@ inline CompactArgs compact_args(const Tensor& accept_index, const Tensor& num_ac
 // The wording of a value out of range, one for every backend.
 
 [[noreturn]] inline void fail_count(int64_t b, int64_t num_columns, int64_t count) {
-  fail(compact_detail::kOp, compact_detail::indexed("num_accepted", b).c_str(),
+  fail(compact_detail::kOp, indexed("num_accepted", b).c_str(),
        "0 to " + std::to_string(num_columns - 1), count);
 }
 [[noreturn]] inline void fail_order(int64_t b, int64_t node) {
-  fail(compact_detail::kOp, compact_detail::indexed("accept_index", b).c_str(),
-       "strictly increasing nodes", node);
+  fail(compact_detail::kOp, indexed("accept_index", b).c_str(), "strictly increasing nodes", node);
 }
 [[noreturn]] inline void fail_node(int64_t b, int64_t i, int64_t num_nodes, int64_t node) {
-  fail(compact_detail::kOp, compact_detail::indexed("accept_index", b).c_str(),
-       "nodes below " + std::to_string(num_nodes) + " (" + compact_detail::indexed("rows", i) + ")",
-       node);
+  fail(compact_detail::kOp, indexed("accept_index", b).c_str(),
+       "nodes below " + std::to_string(num_nodes) + " (" + indexed("rows", i) + ")", node);
 }
 [[noreturn]] inline void fail_position(int64_t i, int64_t num_columns, int64_t page_size,
                                        int64_t position) {
-  fail(compact_detail::kOp, compact_detail::indexed("caches", i).c_str(),
+  fail(compact_detail::kOp, indexed("caches", i).c_str(),
        "positions below " + std::to_string(num_columns) + " pages of " + std::to_string(page_size) +
            " (block_tables)",
        position);
 }
 [[noreturn]] inline void fail_page(int64_t i, int64_t num_pages, int64_t page) {
-  fail(
-      compact_detail::kOp, "block_tables",
-      "pages 0 to " + std::to_string(num_pages - 1) + " of " + compact_detail::indexed("caches", i),
-      page);
+  fail(compact_detail::kOp, "block_tables",
+       "pages 0 to " + std::to_string(num_pages - 1) + " of " + indexed("caches", i), page);
 }
 
 }  // namespace spec_kernels

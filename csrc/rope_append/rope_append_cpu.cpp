@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/indexed.h"
 #include "rope_append/rope_append.h"
 
 namespace spec_kernels {
@@ -16,28 +17,10 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 65536;  // below this, waking a thread costs more
 
-std::string indexed(const char* name, int64_t i) {
-  return std::string(name) + "[" + std::to_string(i) + "]";
-}
-
-std::string indexed(const char* name, int64_t i, int64_t j) {
-  return std::string(name) + "[" + std::to_string(i) + ", " + std::to_string(j) + "]";
-}
-
 // Unsigned, so that absurd values wrap below zero, which every caller refuses.
 int64_t wrapping_add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
 }
-
-struct IntTensor {
-  IntView view;
-  int64_t stride[2] = {0, 0};
-
-  explicit IntTensor(const Tensor& t) : view(t) {
-    for (int64_t i = 0; i < t.dim() && i < 2; ++i) stride[i] = t.stride(i);
-  }
-  int64_t at(int64_t i, int64_t j = 0) const { return view[i * stride[0] + j * stride[1]]; }
-};
 
 // Where rows stand: the arguments that both ops share.
 struct PlaceTensors {
@@ -110,22 +93,22 @@ std::vector<RopeRow> find_rows(const char* op, const PlaceTensors& p, const char
   const int64_t batch = p.depths.size(0), num_rows = p.depths.size(1);
   const int64_t num_pages = cache.size(0), page_size = cache.size(1);
   const int64_t num_blocks = p.block_tables.size(1), num_positions = p.cos_sin.size(0);
-  const IntTensor depths(p.depths), context_lens(p.context_lens), tables(p.block_tables);
-  const IntTensor slots(p.slots ? *p.slots : p.depths);
-  const IntTensor begins(p.cache_lens ? *p.cache_lens : p.context_lens);
+  const IntMatrix depths(p.depths), context_lens(p.context_lens), tables(p.block_tables);
+  const IntMatrix slots(p.slots ? *p.slots : p.depths);
+  const IntMatrix begins(p.cache_lens ? *p.cache_lens : p.context_lens);
   std::vector<RopeRow> rows;
   std::vector<std::pair<int64_t, int64_t>> taken;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t context = context_lens.at(b);
+    const int64_t context = context_lens(b);
     if (context < 0) continue;
     taken.clear();
     for (int64_t n = 0; n < num_rows; ++n) {
-      const int64_t depth = depths.at(b, n), slot = p.slots ? slots.at(b, n) : n;
+      const int64_t depth = depths(b, n), slot = p.slots ? slots(b, n) : n;
       if (depth < 0 || slot < 0) continue;
       const int64_t position = wrapping_add(context, depth);
       SK_CHECK(position >= 0 && position < num_positions, op, indexed("depths", b, n).c_str(),
                "a position below " + std::to_string(num_positions), position);
-      const int64_t begin = begins.at(b);
+      const int64_t begin = begins(b);
       SK_CHECK(begin >= 0, op, indexed("cache_lens", b).c_str(), ">= 0", begin);
       const int64_t place = wrapping_add(begin, slot);
       const int64_t block = place / page_size;
@@ -133,7 +116,7 @@ std::vector<RopeRow> find_rows(const char* op, const PlaceTensors& p, const char
           place >= 0 && block < num_blocks, op, indexed("slots", b, n).c_str(),
           "a place within " + std::to_string(num_blocks) + " pages of " + std::to_string(page_size),
           place);
-      const int64_t page = tables.at(b, block);
+      const int64_t page = tables(b, block);
       SK_CHECK(page >= 0 && page < num_pages, op, indexed("block_tables", b, block).c_str(),
                "0 <= page < " + std::to_string(num_pages), page);
       rows.push_back({b, n, position, page, place % page_size});
