@@ -10,6 +10,7 @@ import argparse
 import torch
 
 from spec_kernels import DraftTree, num_words, tree_build
+from spec_kernels.testing.calls import draft_pool
 from spec_kernels.testing.timing import ratio, time_in_turns, write_json
 
 # name: requests, live nodes k (each level expands k nodes by k children), levels, N
@@ -21,26 +22,6 @@ SHAPES = {
     "k 16, 8 levels, N 256": (1, 16, 8, 256),
     "8 requests, k 8, 5 levels, N 64": (8, 8, 5, 64),
 }
-
-
-def make(batch, k, num_levels):
-    """The pool of EAGLE-2: k children of the root, then k children of each of the k best."""
-    g = torch.Generator().manual_seed(0)
-    scores, slots, start, live = [], [], 0, None
-    for level in range(num_levels):
-        step = torch.rand(batch, 1 if level == 0 else k, k, generator=g).add(0.01).log()
-        if level == 0:
-            own, parent = step[:, 0], torch.full((batch, k), -1)
-        else:
-            own = (live.values[..., None] + step).flatten(1)
-            parent = (live.indices + start).repeat_interleave(k, 1)
-            start += scores[-1].shape[1]
-        live = own.topk(k, dim=1)
-        scores.append(own)
-        slots.append(parent)
-    scores, slots = torch.cat(scores, 1), torch.cat(slots, 1)
-    candidates = torch.randint(0, 163840, scores.shape, generator=g)
-    return scores, candidates, slots, torch.randint(0, 163840, (batch,), generator=g)
 
 
 def python_build(scores, candidates, slots, roots, num_nodes):
@@ -79,7 +60,7 @@ def main():
     rows = []
     print(f"{'shape':34}{'pool':>6}{'us':>9}{'best':>9}{'python us':>11}  ratio")
     for shape, (batch, k, num_levels, num_nodes) in SHAPES.items():
-        pool = make(batch, k, num_levels)
+        pool = draft_pool(batch, k, num_levels)
         out = DraftTree.allocate(batch, num_nodes)
         tree_build(*pool, out=out)
         got = (out.tokens, out.parents, out.first_child, out.next_sibling, out.ancestors)

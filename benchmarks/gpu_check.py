@@ -1,177 +1,725 @@
-"""What only a GPU can tell: each CUDA kernel against its reference, then its speed.
+"""What only a GPU can tell: every kernel against its reference, then captured, counted and timed.
 
-    python benchmarks/gpu_check.py --out report     writes report.json and report.md
+    python benchmarks/gpu_check.py [--out report] [--seconds 300] [--only WORD ...]
 
-Ops without a CUDA kernel are listed as such. Without a GPU nothing runs, and the report says so.
-Exit code 1 if a check failed, or a kernel has none here.
+For one GPU. Every task runs in a worker process within its share of the time, so that one that
+fails, hangs or breaks the device hides no other:
+
+check OP KIND    calls at the shapes of decoding, against the reference, bytes around included
+capture OP       a CUDA graph replayed on other values gives the bits of eager calls
+launches         kernels of a verify layer and of an accepted cycle, against what is promised
+time WHAT        microseconds; bandwidth as a share of a copy measured in the same process; rivals
+suites           ``pytest -m gpu``: the suites of ``tests/`` on the device, a process for each file
+
+--only keeps the tasks that contain one of the words. --out writes report.json and report.md, again
+after every task. Without a GPU nothing runs, and the report says so. Exit code 1 if a task failed,
+or a kernel has no check here; not because an aim was missed or the time ran out, which the report
+tells.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import itertools
 import json
+import os
+import queue
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import bench_merge_states
+import gpu_attention
 import torch
+from gpu_attention import ATTENTION, PAGE, RIVALS
 
 import spec_kernels
-from spec_kernels import _library
-from spec_kernels.ops.hidden_capture.reference import hidden_capture_reference
-from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, poisoned
+from spec_kernels import DraftTree, Verified, _library
+from spec_kernels.testing import calls, on_device
+from spec_kernels.testing.compare import assert_same_bits
 from spec_kernels.testing.timing import machine
 
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "gpu_check: "  # before the lines of a worker that are meant for its parent
+START_SECONDS = 60  # for a worker to import and find the device
 COPY_BYTES = 1 << 30
-HIDDEN = 7168
-EPS = 1e-5
-# A pool of inputs larger than this keeps the timed rows out of the L2 cache.
+# Inputs that calls take turns at, larger than any L2 cache.
 FLUSH_BYTES = 256 << 20
+AIM_SHARE, AIM_CONTEXT = 0.85, 8192  # of a measured copy, from that context on
+AIM_NODES = 1.1  # 16 nodes against one
+LAYER_LAUNCHES = 3
+
+Row = dict[str, object]
+Measure = Callable[[Callable[[int], object]], float]
 
 
-def _hidden_capture_inputs(num_rows, hidden, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x, residual = torch.randn(2, num_rows, hidden, generator=generator).to(device, dtype)
-    weight = torch.rand(hidden, generator=generator).to(device, dtype)
-    return x, residual, weight
+# ------------------------------------------------------------------------------- device and clock
 
 
-def check_hidden_capture(device: str, backend: str) -> list[str]:
-    """Raises AssertionError on the first wrong result; returns the cases that passed."""
-    passed = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_rows, hidden in ((1, 1), (3, 255), (4, HIDDEN), (64, HIDDEN), (2, 16384), (0, 64)):
-            for with_x in (True, False):
-                x, residual, weight = _hidden_capture_inputs(num_rows, hidden, dtype, device)
-                x = x if with_x else None
-                capture = poisoned(num_rows + 2, 3, hidden, dtype=dtype, device=device)
-                got_residual = residual.clone()
-                got = spec_kernels.hidden_capture(
-                    x, got_residual, weight, EPS, capture=capture, slot=1, backend=backend
-                )
-                want_residual, plain = residual.clone(), torch.empty_like(residual)
-                hidden_capture_reference(x, want_residual, weight, EPS, plain, None, 0)
-                assert_same_bits(got_residual, want_residual)
-                assert_same_bits(capture[:num_rows, 1], want_residual)
-                untouched = torch.cat([capture[:, 0], capture[:, 2], capture[num_rows:, 1]])
-                assert untouched.isnan().all(), "capture was written outside its slot"
-                r = want_residual.double()
-                exact = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + EPS) * weight.double()
-                assert_as_accurate(got, exact, plain)
-                name = str(dtype).removeprefix("torch.")
-                passed.append(f"[{num_rows}, {hidden}] {name}{'' if with_x else ' without x'}")
-    return passed
-
-
-def _microseconds(function: Callable[[int], object], calls: int = 200, rounds: int = 7) -> float:
-    """Device time of a call: median over replays of a graph of ``calls``, free of launch costs."""
+def cuda_graph(function: Callable[[], object]) -> Callable[[], None]:
+    """Records ``function``; what is returned replays it."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        function(0)
+        function()  # compiles, and allocates what is kept
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
+        function()
+    return graph.replay
+
+
+def microseconds(function: Callable[[int], object], rounds: int = 7) -> float:
+    """Device time of ``function(i)``: median over replays of a graph of many calls, which is free
+    of launch costs. The graph holds a few milliseconds of them."""
+    function(0)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function(1)
+    torch.cuda.synchronize()
+    num_calls = max(4, min(200, int(5e-3 / (time.perf_counter() - start))))
+
+    def all_calls():
+        for i in range(num_calls):
             function(i)
-    samples = []
+
+    replay, samples = cuda_graph(all_calls), []
     for _ in range(rounds + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / calls)
+        samples.append(begin.elapsed_time(end) * 1e3 / num_calls)
     return sorted(samples[1:])[rounds // 2]
 
 
-def _copy_gbps(device: str) -> float:
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+def copy_gbps(device: str, measure: Measure, num_bytes: int = COPY_BYTES) -> float:
+    """Read plus written."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _microseconds(lambda i: target.copy_(source), calls=10) / 1e3
+    return 2 * num_bytes / measure(lambda i: target.copy_(source)) / 1e3
 
 
-def time_hidden_capture(device: str) -> list[dict]:
-    """Kernel against three PyTorch ops, and its share of the measured copy bandwidth."""
-    copy_gbps = _copy_gbps(device)
-    rows = []
-    dtype = torch.bfloat16
+def num_kernels(function: Callable[[], object]) -> list[str]:
+    """Names of the kernels that one call launches."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+
+
+# ----------------------------------------------------------------------------- checks and captures
+
+
+def kinds(op: str) -> list[str]:
+    """What of ``op`` is written for a GPU and can run here."""
+    found = ["cuda"] if _library.has_kernel(op, "cuda") else []
+    return found + (["triton"] if _library.why_no_triton(op) is None else [])
+
+
+def check(op: str, kind: str) -> Row:
+    on_device.load()
+    passed = list(calls.check(op, on_device.backend_name(kind), full=True))
+    return {"detail": f"{len(passed)} calls"}
+
+
+def capture(op: str, device: str = "cuda", record=cuda_graph) -> Row:
+    """The dispatcher's kernel, recorded once, on values that it was not recorded with."""
+    num = 0
+    pairs = zip(calls.CALLS[op](False, 0), calls.CALLS[op](False, 1), strict=True)
+    for first, second in itertools.islice(pairs, 2):
+        static = first.map(lambda t: t.to(device, copy=True))
+        replay = record(lambda static=static: static.run(None))
+        for call in (second, first):
+            eager = call.map(lambda t: t.to(device, copy=True))
+            for written in (False, True):
+                pairs_of = zip(
+                    static.tensors(written=written), eager.tensors(written=written), strict=True
+                )
+                for (_, target), (_, source) in pairs_of:
+                    target.copy_(source)
+            eager.run(None)
+            replay()
+            results = zip(static.tensors(written=True), eager.tensors(written=True), strict=True)
+            for (name, got), (_, want) in results:
+                try:
+                    assert_same_bits(got, want)
+                except AssertionError as error:
+                    raise AssertionError(f"{op}, {first.name}: {name}: {error}") from None
+            num += 1
+    return {"detail": f"{num} replays"}
+
+
+# ---------------------------------------------------------------------------------------- launches
+
+
+def _kimi_layer(device: str, context: int, num_nodes: int) -> Callable[[], object]:
+    """Verify attention of one layer: the front, and attention over what it appended."""
+    p = gpu_attention.make(
+        "mla", 1, num_nodes, context, 8, 1, 576, 512, 16, torch.bfloat16, device=device
+    )
+    cache = p.caches[0][0].squeeze(2)
+    latent, rope = p.q[..., :512], p.q[..., 512:].contiguous()
+    angles = torch.arange(context + num_nodes, device=device)[:, None] * torch.logspace(
+        0, -3, 32, device=device
+    )
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    depths = torch.arange(num_nodes, device=device)[None]
+    fresh = torch.zeros(1, num_nodes, 576, dtype=torch.bfloat16, device=device)
+
+    def layer():
+        turned = spec_kernels.rope_append_mla(
+            rope, fresh[..., :512], fresh[..., 512:], cache, table, depths, p.lens, p.tables,
+            interleaved=True, q_out=rope,
+        )  # fmt: skip
+        spec_kernels.tree_attention_mla(
+            latent, turned, cache, p.tables, p.lens, p.ancestors, scale=p.scale, **p.outputs
+        )
+
+    return layer
+
+
+def launches(device: str = "cuda", count=num_kernels) -> Row:
+    """Against what is promised: three of a verify layer, one of everything else."""
+    functions = {}
+    if kinds("tree_attention_mla") and kinds("rope_append_mla"):
+        functions["verify layer, context 8192"] = (LAYER_LAUNCHES, _kimi_layer(device, 8192, 4))
+        functions["verify layer, context 32"] = (LAYER_LAUNCHES - 1, _kimi_layer(device, 32, 4))
+    for op in ("tree_build", "tree_verify", "compact", "hidden_capture", "merge_states"):
+        if kinds(op):
+            call = next(calls.CALLS[op](False)).map(lambda t: t.to(device))
+            functions[op] = (1, lambda call=call: call.run(None))
+    rows, failed = [], []
+    for what, (promised, function) in functions.items():
+        names = count(function)
+        rows.append({"what": what, "kernels": len(names), "promised": promised, "names": names})
+        if len(names) > promised:
+            failed.append(f"{what}: {len(names)} kernels, {promised} promised")
+    return {"rows": rows, "failed": "; ".join(failed)}
+
+
+# ----------------------------------------------------------------------------------------- timings
+
+
+def time_attention(
+    device: str = "cuda",
+    measure: Measure = microseconds,
+    contexts: tuple[int, ...] = (AIM_CONTEXT, 1024, 65536),
+    flush: int = FLUSH_BYTES,
+) -> Iterator[Row]:
+    copy = copy_gbps(device, measure, COPY_BYTES if flush else 1 << 16)
+    for context in contexts:
+        for shape in ATTENTION:
+            one_node = None
+            for num_nodes in (1, 4, 16, 64):
+                p, traffic = gpu_attention.problem_of(shape, context, num_nodes, device, flush)
+                torch.testing.assert_close(p.ours(), p.sdpa(), atol=2e-2, rtol=2e-2)
+                us, rival = measure(p.ours), measure(p.sdpa)
+                one_node = one_node or us
+                share, times = traffic.cache / us / 1e3 / copy, us / one_node
+                aims = {}
+                if context >= AIM_CONTEXT:
+                    aims[f"share >= {AIM_SHARE}"] = share >= AIM_SHARE
+                if num_nodes == 16:
+                    aims[f"1 node x {AIM_NODES}"] = times <= AIM_NODES
+                yield {
+                    "shape": shape,
+                    "context": context,
+                    "nodes": num_nodes,
+                    "us": round(us, 2),
+                    "sdpa us": round(rival, 2),
+                    "times faster": round(rival / us, 2),
+                    "cache GB/s": round(traffic.cache / us / 1e3, 1),
+                    "share of copy": round(share, 3),
+                    "of one node": round(times, 2),
+                    "aim": ", ".join(f"{a}: {'met' if m else 'missed'}" for a, m in aims.items()),
+                }
+
+
+def time_rival(
+    rival: str,
+    device: str = "cuda",
+    measure: Measure = microseconds,
+    context: int = AIM_CONTEXT,
+    flush: int = FLUSH_BYTES,
+) -> Iterator[Row]:
+    """A rival that takes long to build, or may be absent: whatever it raises is its own result."""
+    if rival == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        yield {"rival": rival, "shape": "-", "us": "-", "rival us": "not installed", "ratio": "-"}
+        return
+    for shape in ATTENTION:
+        p, _ = gpu_attention.problem_of(shape, context, 16, device, flush)
+        us = measure(p.ours)
+        try:
+            function = RIVALS[rival](p)
+            torch.testing.assert_close(p.ours(), function(0), atol=2e-2, rtol=2e-2)
+            them = measure(function)
+            result = (round(them, 2), round(them / us, 2))
+        except Exception as error:  # noqa: BLE001 (not ours)
+            reason = str(error).strip().split("\n")[0][:160]
+            result = (f"failed: {type(error).__name__}: {reason}", "-")
+        yield {
+            "rival": rival,
+            "shape": f"{shape}, context {context}, 16 nodes",
+            "us": round(us, 2),
+            "rival us": result[0],
+            "ratio": result[1],
+        }
+
+
+def _torch_choices(logits, temperature=None, top_p=None):
+    """The target's token at every node, as many a PyTorch sampler has it."""
+    if temperature is None:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_p is not None:
+        ordered, ids = logits.sort(-1, descending=True)
+        p = ordered.softmax(-1)
+        kept = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+        return ids.gather(-1, kept.flatten(0, 1).multinomial(1).view(*kept.shape[:2], 1))[..., 0]
+    return logits.softmax(-1).flatten(0, 1).multinomial(1).view(logits.shape[:2])
+
+
+def _torch_accept(logits, tokens, parents, steps, rule):
+    """The walk as gathers and comparisons that never wait for the device."""
+    choices = _torch_choices(logits, **rule)
+    node = torch.zeros_like(tokens[:, :1])
+    alive, path = torch.ones_like(node, dtype=torch.bool), [node]
+    for _ in range(steps):
+        hit = (parents == node) & (tokens == choices.gather(1, node)) & alive
+        alive = hit.any(1, keepdim=True)
+        node = torch.where(alive, hit.int().argmax(1, keepdim=True), node)
+        path.append(torch.where(alive, node, -1))
+    path = torch.cat(path, 1)
+    return path, choices.gather(1, path.clamp(min=0)), (path >= 0).sum(1) - 1
+
+
+def _torch_compact(path, lens, tables, caches):
+    front = lens[:, None] + torch.arange(path.shape[1], device=path.device)
+    source = torch.where(path < 0, front, lens[:, None] + path)
+
+    def slots(positions):
+        return (tables.gather(1, positions // PAGE) * PAGE + positions % PAGE).flatten()
+
+    source, target = slots(source), slots(front)
+    for cache in caches:
+        flat = cache.flatten(0, 1)
+        flat.index_copy_(0, target, flat.index_select(0, source))
+
+
+RULES = {"greedy": {}, "temperature": dict(temperature=1.0)}
+RULES["top-p 0.9"] = dict(temperature=1.0, top_p=0.9)
+
+
+def time_accept(
+    device: str = "cuda",
+    measure: Measure = microseconds,
+    vocab: int = calls.VOCAB,
+    num_layers: int = 61,
+) -> Iterator[Row]:
+    """The end of a cycle, logits in, caches in order: two launches against the same in PyTorch."""
+    for num_nodes, width, num_agreed in ((4, 1, 2), (16, 2, 3), (64, 4, 3)):
+        parents = [-1] + [(i - 1) // width for i in range(1, num_nodes)]
+        yield from _time_accept(parents, num_agreed, device, measure, vocab, num_layers)
+
+
+def _time_accept(parents, num_agreed, device, measure, vocab, num_layers) -> Iterator[Row]:
+    logits, tree = calls.sampled_logits(vocab, parents, num_agreed, torch.bfloat16)
+    # Every choice is certain, so that ours and theirs walk the same path.
+    logits[0, logits[0].amax(-1) < 50, 0] = 70.0
+    logits = logits.to(device)
+    links = [t.to(device) for t in (tree.tokens, tree.first_child, tree.next_sibling)]
+    parents = tree.parents.to(device)
+    lens = torch.tensor([1000], device=device)
+    tables = torch.randperm(80, generator=torch.Generator().manual_seed(0))[None].to(device)
+    caches = [
+        torch.randn(80, PAGE, 576, device=device).to(torch.bfloat16) for _ in range(num_layers)
+    ]
+    steps = int(tree.depths.max())
+    out = Verified.allocate(1, steps, device)
+
+    def accept(i, options):
+        return spec_kernels.tree_verify(logits, *links, lens, out=out, **options)
+
+    def move(i):
+        spec_kernels.compact(out.accept_index, out.num_accepted, lens, tables, caches)
+
+    def theirs(i, rule):
+        path, text, num = _torch_accept(logits, links[0], parents, steps, rule)
+        _torch_compact(path, lens, tables, caches)
+        return path, text, num
+
+    for name, rule in RULES.items():
+        options = {n: torch.tensor([v], device=device) for n, v in rule.items()}
+        if rule:
+            options["seeds"] = torch.tensor([5], device=device)
+        got, (path, text, num) = accept(0, options), theirs(0, rule)
+        emitted = int(num) + 1
+        assert got.accept_index.tolist() == path.tolist(), (name, got.accept_index, path)
+        assert got.tokens[0, :emitted].tolist() == text[0, :emitted].tolist(), name
+        parts = measure(functools.partial(accept, options=options)), measure(move)
+        rival = measure(functools.partial(theirs, rule=rule))
+        yield {
+            "rule": name,
+            "nodes": len(links[0][0]),
+            "accepted": int(num),
+            "accept us": round(parts[0], 2),
+            f"compact {num_layers} caches us": round(parts[1], 2),
+            "torch us": round(rival, 2),
+            "times faster": round(rival / sum(parts), 2),
+        }
+
+
+def time_hidden_capture(
+    device: str = "cuda", measure: Measure = microseconds, hidden: int = 7168
+) -> Iterator[Row]:
+    """Against three PyTorch ops, and as a share of the measured copy."""
+    copy = copy_gbps(device, measure, COPY_BYTES if device == "cuda" else 1 << 16)
     for num_rows in (1, 4, 16, 64, 1024):
-        row_bytes = num_rows * HIDDEN * 2
-        pool = [
-            _hidden_capture_inputs(num_rows, HIDDEN, dtype, device)
-            for _ in range(max(2, min(512, FLUSH_BYTES // (5 * row_bytes))))
-        ]
-        capture = torch.empty(num_rows, 3, HIDDEN, dtype=dtype, device=device)
-        out = torch.empty(num_rows, HIDDEN, dtype=dtype, device=device)
+        row_bytes = num_rows * hidden * 2
+        num_copies = max(2, min(512, FLUSH_BYTES // (5 * row_bytes))) if device == "cuda" else 2
+        pool = torch.randn(num_copies, 2, num_rows, hidden, device=device).to(torch.bfloat16)
+        weight = torch.rand(hidden, device=device).to(torch.bfloat16)
+        capture = torch.empty(num_rows, 3, hidden, dtype=torch.bfloat16, device=device)
+        out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=device)
 
-        def ours(i, pool=pool, capture=capture, out=out):
-            x, residual, weight = pool[i % len(pool)]
+        def ours(i, pool=pool, weight=weight, capture=capture, out=out):
+            x, residual = pool[i % len(pool)]
             spec_kernels.hidden_capture(
-                x, residual, weight, EPS, capture=capture, slot=1, out=out, backend="cuda"
+                x, residual, weight, calls.EPS, capture=capture, slot=1, out=out
             )
 
-        def three_ops(i, pool=pool, capture=capture):
-            x, residual, weight = pool[i % len(pool)]
+        def three_ops(i, pool=pool, weight=weight, capture=capture):
+            x, residual = pool[i % len(pool)]
             residual.add_(x)
             capture[:, 1].copy_(residual)
-            torch.nn.functional.rms_norm(residual, (HIDDEN,), weight, EPS)
+            torch.nn.functional.rms_norm(residual, residual.shape[-1:], weight, calls.EPS)
 
-        us, rival = _microseconds(ours), _microseconds(three_ops)
+        us, rival = measure(ours), measure(three_ops)
         # x and residual are read; residual, capture and out written; the weight is read once.
-        gbps = (5 * row_bytes + 2 * HIDDEN) / us / 1e3
-        rows.append(
-            {
-                "op": "hidden_capture",
-                "shape": [num_rows, HIDDEN],
-                "dtype": "bfloat16",
-                "us": round(us, 2),
-                "three_ops_us": round(rival, 2),
-                "times_faster": round(rival / us, 2),
-                "gb_s": round(gbps, 1),
-                "share_of_copy": round(gbps / copy_gbps, 3),
-            }
+        gbps = (5 * row_bytes + 2 * hidden) / us / 1e3
+        yield {
+            "rows": num_rows,
+            "us": round(us, 2),
+            "three ops us": round(rival, 2),
+            "times faster": round(rival / us, 2),
+            "GB/s": round(gbps, 1),
+            "share of copy": round(gbps / copy, 3),
+        }
+
+
+def time_small(device: str = "cuda", measure: Measure = microseconds) -> Iterator[Row]:
+    """The ops whose cost is mostly that of a launch; rivals where one expression says the same."""
+    for batch, k, num_levels, num_nodes in ((1, 1, 3, 4), (1, 8, 5, 64), (8, 8, 5, 64)):
+        pool = [t.to(device) for t in calls.draft_pool(batch, k, num_levels)]
+        tree = DraftTree.allocate(batch, num_nodes, device)
+        us = measure(lambda i, pool=pool, tree=tree: spec_kernels.tree_build(*pool, out=tree))
+        rival = measure(lambda i, s=pool[0], n=num_nodes: s.topk(n - 1, dim=1).indices.sort(dim=1))
+        what = f"tree_build, {batch} x {pool[0].shape[1]} to {num_nodes} nodes"
+        yield {"what": what, "us": round(us, 2), "rival us": f"{rival:.2f}: topk and sort alone"}
+    for parts, num_nodes, heads, dim in ((8, 1, 8, 512), (8, 16, 8, 512), (8, 64, 64, 512)):
+        outs = torch.randn(parts, 1, num_nodes, heads, dim, device=device).to(torch.bfloat16)
+        lses = torch.randn(parts, 1, num_nodes, heads, device=device)
+        out = (torch.empty_like(outs[0]), torch.empty_like(lses[0]))
+        us = measure(
+            lambda i, a=(outs, lses), b=out: spec_kernels.merge_states(*a, out=b[0], lse=b[1])
         )
-    return rows
+        rival = measure(lambda i, a=(outs, lses): bench_merge_states.plain(*a))
+        what = f"merge_states, {parts} parts of {num_nodes} nodes, {heads} heads"
+        yield {"what": what, "us": round(us, 2), "rival us": f"{rival:.2f}: four PyTorch ops"}
+    for op in ("rope_append", "rope_append_mla"):
+        call = next(calls.CALLS[op](device == "cuda")).map(lambda t: t.to(device))
+        us = measure(lambda i, call=call: call.run(None))
+        what = f"{op}, 2 x 16 nodes, {call.name}"
+        yield {"what": what, "us": round(us, 2), "rival us": "-"}
 
 
-CHECKS = {"hidden_capture": check_hidden_capture}
-TIMINGS = {"hidden_capture": time_hidden_capture}
+TIMINGS: dict[str, Callable[[], Iterator[Row]]] = {
+    "attention": time_attention,
+    "accept and compact": time_accept,
+    "hidden_capture": time_hidden_capture,
+    "small ops": time_small,
+    "flex_attention": lambda: time_rival("flex_attention"),
+    "flashinfer": lambda: time_rival("flashinfer"),
+}
 
 
-def run() -> dict:
-    """The whole report as plain data."""
+# ---------------------------------------------------------------------------------------- suites
+
+
+def run_suite(path: Path, seconds: float) -> Row:
+    """``pytest -m gpu`` on one file; what had passed when time ran out counts."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rf", "-p", "no:cacheprovider"]
+    process = subprocess.Popen(
+        [*command, "--color=no", str(path)],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        text, timed_out = process.communicate(timeout=seconds)[0], False
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, timed_out = process.communicate()[0], True
+    results = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
+    row: Row = {
+        "file": path.relative_to(ROOT).as_posix(),
+        **{word.lower(): results.count(word) for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")},
+        "note": "out of time" if timed_out else "",
+    }
+    # 5: no test there is for a GPU.
+    if not timed_out and process.returncode not in (0, 1, 5):
+        row["error"] = max(1, row["error"])
+        row["note"] = f"pytest ended with {process.returncode}: {text.strip()[-300:]}"
+    elif row["failed"] or row["error"]:
+        row["note"] += " ".join(re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", text, re.M))[:600]
+    return row
+
+
+def suite_files() -> list[Path]:
+    on_gpu = re.compile(r"^BACKENDS = .*(cuda_on_host|triton)|^@pytest\.mark\.gpu", re.MULTILINE)
+    return [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if on_gpu.search(p.read_text())]
+
+
+def run_suites(seconds: float) -> Row:
+    """Several files at a time: most of the time goes into compiling Triton's kernels."""
+    end = time.monotonic() + seconds
+    workers = max(1, min(6, (os.cpu_count() or 1) // 2))
+    with ThreadPoolExecutor(workers) as pool:
+        rows = list(
+            pool.map(lambda p: run_suite(p, max(1.0, end - time.monotonic())), suite_files())
+        )
+    wrong = [f"{r['file']}: {r['note']}" for r in rows if r["failed"] or r["error"]]
+    return {
+        "rows": rows,
+        "detail": f"{sum(r['passed'] for r in rows)} passed",
+        "failed": "; ".join(wrong),
+    }
+
+
+# ---------------------------------------------------------------------------------------- running
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    seconds: float
+
+
+def all_tasks() -> list[Task]:
+    """In the order of their weight; the suites take what is left."""
+    tasks = []
+    for op in _library.SCHEMAS:
+        if op in calls.CALLS:
+            tasks += [Task(f"check {op} {kind}", 45) for kind in kinds(op)]
+    tasks += [Task(f"capture {op}", 25) for op in calls.CALLS if kinds(op)]
+    tasks.append(Task("launches", 25))
+    tasks += [Task(f"time {name}", 60 if name == "attention" else 40) for name in TIMINGS]
+    return [*tasks, Task("suites", float("inf"))]
+
+
+def perform(name: str, say: Callable[[Row], None]) -> Row:
+    """Does one task; ``say`` takes rows as they come."""
+    kind, _, rest = name.partition(" ")
+    if kind == "check":
+        return check(*rest.split())
+    if kind == "capture":
+        return capture(rest)
+    if kind == "launches":
+        return launches()
+    for row in TIMINGS[rest]():
+        say(row)
+    return {}
+
+
+def worker(names: list[str]) -> None:
+    """Does tasks one by one and prints what came of them, for ``run_tasks``."""
+
+    def say(what: str, value: Row) -> None:
+        print(MARK + json.dumps([what, value]), flush=True)
+
+    torch.zeros(1, device="cuda")
+    say("ready", {})
+    for name in names:
+        try:
+            result = perform(name, lambda row: say("row", row))
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the others go on)
+            result = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            say("done", {"failed": f"{result.get('failed', '')} (device lost: {error})"})
+            return
+        say("done", result)
+
+
+def run_tasks(tasks: list[Task], command: list[str], end: float) -> Iterator[tuple[str, Row]]:
+    """Yields each task and what came of it: ``result``, ``detail``, ``rows``, ``seconds``.
+
+    Args:
+        command: starts a worker, given the names of its tasks.
+        end: on the monotonic clock.
+    """
+    waiting = list(tasks)
+    while waiting:
+        if time.monotonic() >= end:
+            for task in waiting:
+                yield task.name, _outcome("SKIPPED", "out of time", [], 0.0)
+            return
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [*command, *(task.name for task in waiting)],
+                stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
+            )  # fmt: skip
+            lines: queue.Queue[str | None] = queue.Queue()
+            reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+            reader.start()
+            try:
+                start_end = min(time.monotonic() + START_SECONDS, end)
+                if _next(lines, start_end) is not None:
+                    while waiting:
+                        name, outcome, alive = _one(waiting[0], lines, end, process, errors)
+                        waiting.pop(0)
+                        yield name, outcome
+                        if not alive:
+                            break
+                    continue
+                process.kill()
+                process.wait()
+                errors.seek(0)
+                why = errors.read().strip()[-600:] or "no sign of life"
+                for task in waiting:
+                    yield task.name, _outcome("FAILED", f"no worker: {why}", [], 0.0)
+                return
+            finally:
+                process.kill()
+                process.wait()
+                reader.join()
+
+
+def _read(stream, lines: queue.Queue) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            lines.put(line[len(MARK) :])
+    lines.put(None)
+
+
+def _next(lines: queue.Queue, end: float) -> list | None:
+    """What the worker said; None if it is gone or silent until ``end``."""
+    try:
+        line = lines.get(timeout=max(0.0, end - time.monotonic()))
+    except queue.Empty:
+        return None
+    return None if line is None else json.loads(line)
+
+
+def _one(task, lines, end, process, errors) -> tuple[str, Row, bool]:
+    """The outcome of the task that the worker is at, and whether the worker can go on."""
+    begin, rows = time.monotonic(), []
+    limit = min(begin + task.seconds, end)
+    while True:
+        said = _next(lines, limit)
+        took = time.monotonic() - begin
+        if said is None and process.poll() is None and time.monotonic() >= limit:
+            # Rows that came in time are results all the same.
+            return (
+                task.name,
+                _outcome("SKIPPED", f"out of time after {took:.0f} s", rows, took),
+                False,
+            )
+        if said is None:
+            process.wait()
+            errors.seek(0)
+            why = f"worker ended with {process.returncode}: {errors.read().strip()[-600:]}"
+            return task.name, _outcome("FAILED", why, rows, took), False
+        what, value = said
+        if what == "row":
+            rows.append(value)
+            continue
+        failed = value.get("failed")
+        detail = failed or str(value.get("detail", ""))
+        outcome = _outcome(
+            "FAILED" if failed else "passed", detail, rows + value.get("rows", []), took
+        )
+        return task.name, outcome, "device lost" not in detail
+
+
+def _outcome(result: str, detail: str, rows: list[Row], seconds: float) -> Row:
+    return {"result": result, "detail": detail, "rows": rows, "seconds": round(seconds, 1)}
+
+
+def run(seconds: float, only: list[str], save: Callable[[dict], None]) -> dict:
+    """The whole report as plain data; ``save`` gets it after every task."""
+    begin = time.monotonic()
     report: dict = {
         "command": "python benchmarks/gpu_check.py",
         "machine": machine(),
-        "ran": torch.cuda.is_available(),
+        "ran": on_device.missing() is None,
         "gpu": None,
+        "libraries": {state.name: state.reason for state in _library.LIBRARIES.values()},
         "ops": {},
-        "timings": [],
+        "tasks": {},
     }
     if not report["ran"]:
-        report["why_not"] = (
-            "torch finds no CUDA device" if torch.version.cuda else "torch was built without CUDA"
-        )
+        report["why_not"] = on_device.missing()
         return report
     p = torch.cuda.get_device_properties(0)
     report["gpu"] = {"name": p.name, "sm": f"{p.major}{p.minor}", "cuda": torch.version.cuda}
-    for name in _library.SCHEMAS:
-        if not _library.has_kernel(name, "cuda"):
-            reason = _library.LIBRARIES["cuda"].reason
-            why = "" if reason == "loaded" else f" (_C_cuda: {reason})"
-            report["ops"][name] = {"result": "no kernel", "detail": f"reference only{why}"}
-        elif name not in CHECKS:
-            report["ops"][name] = {"result": "UNCHECKED", "detail": "a kernel without a check here"}
+    for op in _library.SCHEMAS:
+        if not kinds(op):
+            report["ops"][op] = {"result": "no kernel", "detail": "CUDA tensors run the reference"}
+        elif op not in calls.CALLS:
+            report["ops"][op] = {"result": "UNCHECKED", "detail": "a kernel without a check here"}
         else:
-            try:
-                passed = CHECKS[name]("cuda", "cuda")
-                torch.cuda.synchronize()
-                report["ops"][name] = {"result": "passed", "detail": f"{len(passed)} cases"}
-                if name in TIMINGS:
-                    report["timings"] += TIMINGS[name]("cuda")
-            except (AssertionError, ValueError, RuntimeError) as error:
-                report["ops"][name] = {"result": "FAILED", "detail": str(error)}
+            report["ops"][op] = {"result": "has a kernel", "detail": ", ".join(kinds(op))}
+    tasks = [t for t in all_tasks() if not only or any(word in t.name for word in only)]
+    end = begin + seconds
+    in_worker = [task for task in tasks if task.name != "suites"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    for name, outcome in run_tasks(in_worker, command, end):
+        report["tasks"][name] = outcome
+        save(report)
+    if len(in_worker) < len(tasks):
+        start = time.monotonic()
+        if end - start > 10:
+            value = run_suites(end - start)
+            result, detail = "FAILED" if value["failed"] else "passed", value["detail"]
+            detail = "; ".join(filter(None, (detail, value["failed"])))
+            outcome = _outcome(result, detail, value["rows"], time.monotonic() - start)
+        else:
+            outcome = _outcome("SKIPPED", "out of time", [], 0.0)
+        report["tasks"]["suites"] = outcome
+        save(report)
+    report["seconds"] = round(time.monotonic() - begin, 1)
     return report
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Markdown; every key of any row is a column."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["", f"| {' | '.join(keys)} |", "|" + " --- |" * len(keys)]
+
+    def cell(value: object) -> str:
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return text.replace("|", "\\|").replace("\n", " ")
+
+    return lines + [f"| {' | '.join(cell(row.get(k, '')) for k in keys)} |" for row in rows]
 
 
 def render(report: dict) -> str:
@@ -187,30 +735,60 @@ def render(report: dict) -> str:
         return "\n".join([*lines, f"Nothing ran: {report['why_not']}. No figure here is measured."])
     gpu = report["gpu"]
     lines += [f"{gpu['name']}, sm_{gpu['sm']}, CUDA {gpu['cuda']}", ""]
-    lines += ["| op | result | |", "| --- | --- | --- |"]
-    lines += [
-        f"| {name} | {row['result']} | {row['detail']} |" for name, row in report["ops"].items()
-    ]
-    if report["timings"]:
-        keys = list(report["timings"][0])
-        lines += ["", f"| {' | '.join(keys)} |", "|" + " --- |" * len(keys)]
-        lines += [f"| {' | '.join(str(row[k]) for k in keys)} |" for row in report["timings"]]
-    return "\n".join(lines)
+    lines += [", ".join(f"{name}: {state}" for name, state in report["libraries"].items())]
+    tasks = report["tasks"]
+    counts = {
+        word: sum(t["result"] == word for t in tasks.values())
+        for word in ("passed", "FAILED", "SKIPPED")
+    }
+    took = f" in {report['seconds']} s" if "seconds" in report else " so far"
+    lines += ["", ", ".join(f"{num} {word}" for word, num in counts.items()) + took]
+    lines += ["", "## Ops"]
+    lines += table([{"op": op, **row} for op, row in report["ops"].items()])
+    lines += ["", "## Tasks"]
+    lines += table(
+        [
+            {"task": name, "result": t["result"], "s": t["seconds"], "detail": t["detail"]}
+            for name, t in tasks.items()
+        ]
+    )
+    for name, t in tasks.items():
+        if t["rows"]:
+            lines += ["", f"## {name[0].upper()}{name[1:]}", *table(t["rows"])]
+    aims = (
+        f"Aims of attention: {AIM_SHARE:.0%} of the copy from context {AIM_CONTEXT} on, and 16 "
+        f"nodes at most {AIM_NODES} x one."
+    )
+    return "\n".join([*lines, "", aims])
+
+
+def failed(report: dict) -> bool:
+    results = [row["result"] for part in ("ops", "tasks") for row in report[part].values()]
+    return any(result in ("FAILED", "UNCHECKED") for result in results)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Checks and times every CUDA kernel.")
+    parser = argparse.ArgumentParser(description="Checks and times every kernel for a GPU.")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time for everything")
+    parser.add_argument("--only", nargs="+", default=[], help="tasks that contain one of the words")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return 0
     if args.out and not args.out.resolve().parent.is_dir():
         parser.error(f"--out: no directory {args.out.resolve().parent}")
-    report = run()
-    text = render(report)
-    print(text)
-    if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(text + "\n")
-    return 1 if any(r["result"] in ("FAILED", "UNCHECKED") for r in report["ops"].values()) else 0
+
+    def save(report: dict) -> None:
+        if args.out:
+            args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+            args.out.with_suffix(".md").write_text(render(report) + "\n")
+
+    report = run(args.seconds, args.only, save)
+    save(report)
+    print(render(report))
+    return int(failed(report))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A suite whose op has more than the usual two names them in its ``BACKENDS``. Kernels for a GPU come
 twice: as a machine without one can run them, and on a device (marked ``gpu``; deselected where
-there is none).
+there is none). A suite that the interpreter is too slow for names ``triton_on_device`` alone.
 """
 
 import importlib
@@ -36,12 +36,11 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         names = getattr(metafunc.module, "BACKENDS", ("reference", "cpu"))
-        on_gpu = [
-            pytest.param(ON_DEVICE[name], marks=pytest.mark.gpu)
-            for name in names
-            if name in ON_DEVICE
-        ]
-        metafunc.parametrize("backend", [*names, *on_gpu], indirect=True)
+        devices = ON_DEVICE.values()
+        here = [name for name in names if name not in devices]
+        there = [ON_DEVICE.get(name, name) for name in names if name in {*ON_DEVICE, *devices}]
+        on_gpu = [pytest.param(name, marks=pytest.mark.gpu) for name in there]
+        metafunc.parametrize("backend", [*here, *on_gpu], indirect=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -55,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     num = config.stash.get(_num_deselected, 0)
     if num:
-        terminalreporter.write_line(f"{num} tests for a GPU deselected: {on_device.missing()}")
+        terminalreporter.write_line(f"tests for a GPU: {num} deselected, {on_device.missing()}")
 
 
 @pytest.fixture

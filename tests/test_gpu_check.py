@@ -1,25 +1,291 @@
-"""The GPU report: what it says where there is no GPU, and that its checks can fail."""
+"""The GPU report, as far as a machine without a GPU can tell.
+
+Every check, capture and timing runs here on reduced shapes, through the backends that stand in for
+a device; only device and clock are new there.
+"""
 
 import importlib.util
+import itertools
 import json
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
-import spec_kernels
 from spec_kernels import _library
+from spec_kernels.ops import common
+from spec_kernels.testing import calls, on_device
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu_check.py"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
 
 @pytest.fixture(scope="module")
 def gpu_check():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+        module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+        for name in ("gpu_check", "gpu_attention", "bench_merge_states"):
+            sys.modules.pop(name, None)
+
+
+def written_for_a_gpu():
+    """(op, what runs its kernel here), from the sources."""
+    found = []
+    for path in sorted((ROOT / "csrc").glob("*/*_cuda.cu")):
+        ops = re.findall(r"m\.impl\(\"(\w+)\"", path.read_text())
+        found += [(op, "cuda_on_host") for op in ops]
+    for path in sorted((ROOT / "spec_kernels" / "ops").glob("*/triton.py")):
+        ops = re.findall(r"^def (\w+)_triton\(", path.read_text(), re.MULTILINE)
+        found += [(op, "triton") for op in ops]
+    return found
+
+
+KERNELS = written_for_a_gpu()
+BACKENDS = ("cpu", *sorted({runs for _, runs in KERNELS}))
+
+
+def test_every_kernel_has_a_check():
+    assert {"hidden_capture", "compact", "tree_build"} <= {op for op, _ in KERNELS}
+    assert {op for op, _ in KERNELS} - calls.CALLS.keys() == set()
+    assert calls.CALLS.keys() <= _library.SCHEMAS.keys()
+
+
+def test_the_checks_pass_right_kernels(backend):
+    """All those of ``backend`` that there are."""
+    kind = backend.replace("_on_device", "_on_host").replace("triton_on_host", "triton")
+    ops = calls.CALLS if backend == "cpu" else [op for op, runs in KERNELS if runs == kind]
+    assert ops
+    for op in ops:
+        passed = list(calls.check(op, backend, full=False))
+        assert len(passed) >= 2 and len(set(passed)) == len(passed), op
+
+
+counter = itertools.count()
+
+
+@pytest.mark.parametrize("op", calls.CALLS)
+def test_the_check_fails_a_wrong_kernel(op):
+    """One wrong element of any output."""
+    written = [
+        i
+        for i, argument in enumerate(_library.arguments(op))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    for place in written:
+
+        def kernel(op, place=place):
+            def run(*args):
+                _library.REFERENCES[op](*args)
+                last = args[place][-1] if isinstance(args[place], list) else args[place]
+                if last.numel():
+                    cell = last.flatten()[-1:].clone()
+                    cell.view(torch.uint8)[-1] ^= 0x40  # among its highest bits
+                    last[tuple(size - 1 for size in last.shape)] = cell[0]
+
+            return run
+
+        name = f"broken_{next(counter)}"
+        on_device.register(name, "cpu", kernel)
+        with pytest.raises(AssertionError, match=f"{op}, .*: {_library.arguments(op)[place].name}"):
+            list(calls.check(op, name, full=False))
+        del common.EXTRA_BACKENDS[name], on_device._registered[name]
+
+
+@pytest.mark.parametrize("op", calls.CALLS)
+def test_replays_equal_eager_calls(gpu_check, op):
+    assert gpu_check.capture(op, "cpu", lambda function: function) == {"detail": "4 replays"}
+
+
+@pytest.mark.parametrize("op", ["compact", "tree_verify"])
+def test_a_replay_that_does_nothing_is_seen(gpu_check, op):
+    with pytest.raises(AssertionError, match=f"{op}, .* elements differ"):
+        gpu_check.capture(op, "cpu", lambda function: lambda: None)
+
+
+def measure(function):
+    function(0)
+    function(1)
+    return 2.0
+
+
+def test_attention_is_timed_against_sdpa(gpu_check):
+    rows = list(gpu_check.time_attention("cpu", measure, contexts=(40,), flush=0))
+    assert len(rows) == 4 * len(gpu_check.ATTENTION)
+    assert [r["aim"] for r in rows[:3]] == ["", "", "1 node x 1.1: met"]
+    assert {r["times faster"] for r in rows} == {1.0}
+
+
+def test_aims_that_are_missed_are_told(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "AIM_CONTEXT", 40)
+    times = iter(range(1, 1000))
+    rows = list(
+        gpu_check.time_attention(
+            "cpu", lambda f: f(0) is None or next(times), contexts=(40,), flush=0
+        )
+    )
+    assert "missed" in rows[2]["aim"] and rows[0]["aim"].startswith("share >= 0.85: ")
+
+
+def test_flex_attention_computes_the_same(gpu_check, monkeypatch):
+    # Compiling takes longer than all the rest; uncompiled it says the same.
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    rows = list(gpu_check.time_rival("flex_attention", "cpu", measure, context=40, flush=0))
+    assert [r["ratio"] for r in rows] == [1.0] * len(gpu_check.ATTENTION), rows
+
+
+def test_a_rival_that_is_absent_or_fails_is_a_row(gpu_check, monkeypatch):
+    assert importlib.util.find_spec("flashinfer") is None
+    (row,) = gpu_check.time_rival("flashinfer", "cpu", measure, context=40, flush=0)
+    assert row["rival us"] == "not installed"
+
+    def wrong(p):
+        return lambda i: p.ours() + 1
+
+    monkeypatch.setitem(gpu_check.RIVALS, "flex_attention", wrong)
+    rows = list(gpu_check.time_rival("flex_attention", "cpu", measure, context=40, flush=0))
+    assert all(r["rival us"].startswith("failed: AssertionError") for r in rows)
+
+
+def test_acceptance_is_timed_against_the_same_walk_in_pytorch(gpu_check):
+    rows = list(gpu_check.time_accept("cpu", measure, vocab=301, num_layers=3))
+    assert [(r["nodes"], r["accepted"]) for r in rows[::3]] == [(4, 2), (16, 3), (64, 3)]
+    assert {r["rule"] for r in rows} == set(gpu_check.RULES)
+    assert {r["times faster"] for r in rows} == {0.5}  # accept and compact against one
+
+
+def test_compaction_in_pytorch_moves_the_same_rows(gpu_check):
+    g = torch.Generator().manual_seed(0)
+    cache = torch.randn(80, gpu_check.PAGE, 3, generator=g)
+    ours, theirs = cache.clone(), cache.clone()
+    tables = torch.randperm(80, generator=g)[None]
+    path, lens = torch.tensor([[0, 3, 5, -1]]), torch.tensor([1000])
+    gpu_check.spec_kernels.compact(path, torch.tensor([2]), lens, tables, [ours])
+    gpu_check._torch_compact(path, lens, tables, [theirs])
+    assert ours.equal(theirs) and not ours.equal(cache)
+
+
+def test_the_other_timings_run(gpu_check):
+    rows = list(gpu_check.time_hidden_capture("cpu", measure, hidden=64))
+    assert [r["rows"] for r in rows] == [1, 4, 16, 64, 1024]
+    assert len(list(gpu_check.time_small("cpu", measure))) == 8
+
+
+def test_launches_beyond_the_promise_fail(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "kinds", lambda op: ["cpu"])
+
+    def count(num):
+        def names(function):
+            function()
+            return [f"kernel {i}" for i in range(num)]
+
+        return names
+
+    few = gpu_check.launches("cpu", count(1))
+    assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2, 1, 1, 1, 1, 1]
+    many = gpu_check.launches("cpu", count(3))["failed"]
+    assert "context 32: 3 kernels, 2 promised" in many and "8192" not in many
+
+
+WORKER = """
+import json, os, sys, time
+def say(what, value):
+    print("gpu_check: " + json.dumps([what, value]), flush=True)
+print("noise")
+say("ready", {})
+for name in sys.argv[1:]:
+    if name == "rows":
+        say("row", {"a": 1})
+        say("done", {"detail": "1 call", "rows": [{"a": 2}]})
+    if name == "bad":
+        say("done", {"failed": "AssertionError: wrong"})
+    if name == "crash":
+        print("the reason", file=sys.stderr, flush=True)
+        os._exit(3)
+    if name == "hang":
+        say("row", {"a": 3})
+        time.sleep(600)
+    if name == "lost":
+        say("done", {"failed": "RuntimeError (device lost: x)"})
+        sys.exit()
+"""
+
+
+def test_no_task_hides_another(gpu_check, tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    names = ["rows", "bad", "crash", "lost", "hang", "rows"]
+    tasks = [gpu_check.Task(name, 5.0 if name != "hang" else 1.0) for name in names]
+    command = [sys.executable, str(script)]
+    outcomes = list(gpu_check.run_tasks(tasks, command, time.monotonic() + 120))
+    assert [name for name, _ in outcomes] == names
+    rows, bad, crash, lost, hang, last = (outcome for _, outcome in outcomes)
+    assert (rows["result"], rows["rows"]) == ("passed", [{"a": 1}, {"a": 2}])
+    assert (bad["result"], bad["detail"]) == ("FAILED", "AssertionError: wrong")
+    assert crash["result"] == "FAILED" and "ended with 3: the reason" in crash["detail"]
+    assert lost["result"] == "FAILED"
+    assert (hang["result"], hang["rows"]) == ("SKIPPED", [{"a": 3}])
+    assert "out of time" in hang["detail"] and last["result"] == "passed"
+
+
+def test_a_worker_that_cannot_start_fails_every_task(gpu_check):
+    tasks = [gpu_check.Task(name, 5.0) for name in ("one", "two")]
+    command = [sys.executable, "-c", "raise SystemExit('no device here')"]
+    outcomes = dict(gpu_check.run_tasks(tasks, command, time.monotonic() + 60))
+    assert [o["result"] for o in outcomes.values()] == ["FAILED"] * 2
+    assert "no device here" in outcomes["two"]["detail"]
+
+
+def test_tasks_without_time_are_listed(gpu_check):
+    tasks = [gpu_check.Task("one", 5.0)]
+    ((name, outcome),) = gpu_check.run_tasks(tasks, ["/nonexistent"], time.monotonic() - 1)
+    assert (name, outcome["result"], outcome["detail"]) == ("one", "SKIPPED", "out of time")
+
+
+SUITE = """
+import pytest, time
+gpu = pytest.mark.gpu
+@gpu
+def test_good(): pass
+@gpu
+def test_skipped(): pytest.skip("why")
+def test_other(): assert False
+@gpu
+def test_wrong(): assert {wrong}
+@gpu
+def test_slow(): time.sleep({seconds})
+"""
+
+
+def test_suites_are_summarised(gpu_check, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    path = tmp_path / "test_it.py"
+    path.write_text(SUITE.format(wrong=False, seconds=0))
+    row = gpu_check.run_suite(path, 60)
+    assert [row[k] for k in ("passed", "failed", "error", "skipped")] == [2, 1, 0, 1]
+    assert row["note"] == "test_wrong"
+    path.write_text(SUITE.format(wrong=True, seconds=100))
+    row = gpu_check.run_suite(path, 10)
+    assert (row["passed"], row["failed"], row["note"]) == (2, 0, "out of time")
+    path.write_text("import nothing_of_this_name")
+    row = gpu_check.run_suite(path, 60)
+    assert row["error"] and "nothing_of_this_name" in row["note"]
+
+
+def test_the_suites_of_gpu_kernels_are_found(gpu_check):
+    names = {p.name for p in gpu_check.suite_files()}
+    assert {"test_compact.py", "test_tree_build.py", "test_tree_verify.py"} <= names
+    assert not names & {"test_moe_experts.py", "test_gpu_check.py"}
 
 
 def test_without_a_gpu_the_report_says_that_nothing_ran(gpu_check, monkeypatch, tmp_path, capsys):
@@ -28,35 +294,54 @@ def test_without_a_gpu_the_report_says_that_nothing_ran(gpu_check, monkeypatch, 
     assert gpu_check.main() == 0
     assert "Nothing ran" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["ran"] is False and report["timings"] == [] and report["ops"] == {}
+    assert report["ran"] is False and report["tasks"] == {} and report["ops"] == {}
     assert "Nothing ran" in (tmp_path / "report.md").read_text()
 
 
-def test_every_cuda_kernel_has_a_check(gpu_check):
-    if not _library.LIBRARIES["cuda"].loaded:
-        pytest.skip(f"_C_cuda: {_library.LIBRARIES['cuda'].reason}")
-    kernels = {name for name in _library.SCHEMAS if _library.has_kernel(name, "cuda")}
-    assert kernels and kernels - gpu_check.CHECKS.keys() == set()
+class Properties:
+    name, major, minor = "a GPU", 9, 0
 
 
-def test_the_check_passes_a_right_kernel(gpu_check, backend):
-    assert len(gpu_check.check_hidden_capture("cpu", backend)) == 24
+@pytest.mark.parametrize("wrong", [None, "task", "suite", "unchecked"])
+def test_the_report_and_the_exit_code(gpu_check, monkeypatch, tmp_path, capsys, wrong):
+    """A whole run, with the workers' answers made up."""
+
+    def answers(tasks, command, end):
+        for task in tasks:
+            bad = wrong == "task" and task.name == "launches"
+            rows = [{"x": 1}, {"y": "a|b"}] if task.name == "launches" else []
+            yield task.name, gpu_check._outcome("FAILED" if bad else "passed", "said", rows, 1.0)
+
+    def suites(seconds):
+        return {"rows": [{"file": "f"}], "detail": "5 passed", "failed": wrong == "suite" and "f"}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    monkeypatch.setattr(gpu_check, "run_tasks", answers)
+    monkeypatch.setattr(gpu_check, "run_suites", suites)
+    monkeypatch.setattr(
+        gpu_check, "kinds", lambda op: ["cuda"] if op in calls.CALLS or wrong == "unchecked" else []
+    )
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "r")])
+    assert gpu_check.main() == (wrong is not None)
+    text = capsys.readouterr().out
+    assert "a GPU, sm_90" in text and "| suites |" in text and "5 passed" in text
+    assert "| 1 |  |" in text and "a\\|b" in text
+    assert text.strip() == (tmp_path / "r.md").read_text().strip()
+    report = json.loads((tmp_path / "r.json").read_text())
+    names = list(report["tasks"])
+    assert names[0].startswith("check ") and names[-1] == "suites" and "launches" in names
+    assert {f"time {name}" for name in gpu_check.TIMINGS} <= set(names)
+    assert report["ops"]["moe_experts"]["result"] == (
+        "UNCHECKED" if wrong == "unchecked" else "no kernel"
+    )
 
 
-@pytest.mark.parametrize("fault", ["sum", "norm", "slot"])
-def test_the_check_fails_a_wrong_kernel(gpu_check, monkeypatch, fault):
-    right = spec_kernels.hidden_capture
-
-    def wrong(x, residual, weight, eps, *, capture, slot, backend):
-        out = right(x, residual, weight, eps, capture=capture, slot=slot, backend=backend)
-        if fault == "sum" and x is not None:
-            residual += 1e-6
-        if fault == "norm":
-            out *= 1.02
-        if fault == "slot":
-            capture[:, 0] = 0
-        return out
-
-    monkeypatch.setattr(spec_kernels, "hidden_capture", wrong)
-    with pytest.raises(AssertionError):
-        gpu_check.check_hidden_capture("cpu", "reference")
+def test_only_some_tasks(gpu_check, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    monkeypatch.setattr(gpu_check, "kinds", lambda op: ["cuda"])
+    monkeypatch.setattr(gpu_check, "run_tasks", lambda tasks, *_: asked.extend(tasks) or [])
+    gpu_check.run(60, ["launches", "capture compact"], lambda report: None)
+    assert [task.name for task in asked] == ["capture compact", "launches"]

@@ -42,6 +42,7 @@ from spec_kernels.testing.attention_cases import (
 )
 from spec_kernels.testing.compare import assert_same_bits, poisoned
 
+BACKENDS = ("reference", "cpu", "triton_on_device")
 needs_kernel = pytest.mark.skipif(
     not _library.LIBRARIES["cpu"].loaded, reason=f"_C_cpu: {_library.LIBRARIES['cpu'].reason}"
 )
