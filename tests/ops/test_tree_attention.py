@@ -277,6 +277,17 @@ def test_one_scale_serves_all_heads(form, backend):
             assert_same_bits(a, b)
 
 
+def test_scales_may_be_strided(backend):
+    problem = make(cache_dtype=FP8)
+    gap = torch.full((2,), math.nan)
+    wide = problem.replace(
+        k_scale=torch.stack((problem.k_scale, gap), 1)[:, 0],
+        v_scale=torch.stack((problem.v_scale, gap), 1)[:, 0],
+    )
+    for a, b in zip(problem.run(backend), wide.run(backend), strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [256, 250])
 def test_every_fp8_value_arrives_exactly(dtype, columns, backend):
@@ -346,8 +357,9 @@ def test_sinks_leave_absent_rows_absent(backend):
     assert (out[0, 1] == 0).all() and (lse[0, 1] == -math.inf).all()
 
 
-def test_sinks_may_be_strided(backend):
-    problem = make(with_sinks=True)
+@pytest.mark.parametrize("page", [16, 256])
+def test_sinks_may_be_strided(page, backend):
+    problem = make(with_sinks=True, page=page)
     wide = torch.stack((problem.sinks, torch.full((4,), math.nan)), 1)
     for a, b in zip(
         problem.run(backend), problem.replace(sinks=wide[:, 0]).run(backend), strict=True

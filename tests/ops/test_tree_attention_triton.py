@@ -39,8 +39,11 @@ from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_nan_scores_are_not_taken_for_an_empty_row,
     test_not_a_tensor,
     test_nothing_to_do,
+    test_one_scale_serves_all_heads,
     test_outputs_are_allocated_when_not_given,
     test_outputs_stand_apart,
+    test_scales_may_be_strided,
+    test_sinks_may_be_strided,
 )
 
 from spec_kernels import attention_split_size, merge_states
@@ -486,6 +489,34 @@ def test_launches_of_a_layer(monkeypatch, interpreted):
         make(contexts=(9,), page=page).run("triton")
         assert launched == names
         assert schedule.num_launches(page, 1) == len(names)
+
+
+def test_launches_go_to_the_device_of_the_tensors(monkeypatch, interpreted):
+    """Triton launches on the current device, whatever the tensors' is."""
+    current, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(t):
+        current.append(t.data_ptr())
+        yield
+        current.pop()
+
+    run = triton.runtime.interpreter.InterpretedFunction.run
+
+    def seeing(self, *args, **kwargs):
+        launched.append((self.__name__, *current))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", seeing)
+    for form in ("gqa", "mla"):
+        problem = make(form, contexts=(9,), page=256)
+        problem.run("triton")
+        assert launched == [(n, problem.q.data_ptr()) for n in ("split_kernel", "merge_kernel")]
+        launched.clear()
+    outs = torch.ones(2, 1, 1, 1, 4)
+    merge_states(outs, torch.ones(2, 1, 1, 1), backend="triton")
+    assert launched == [("merge_states_kernel", outs.data_ptr())]
 
 
 # --------------------------------------------------------------------------------------- guards

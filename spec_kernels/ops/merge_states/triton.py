@@ -6,6 +6,7 @@ read and changes no bit. Every part is read once.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -86,21 +87,22 @@ def merge_states_triton(outs, lses, out, lse) -> None:
         return
     block = min(_BLOCK_D, triton.next_power_of_2(max(1, dim)))
     grid = (triton.cdiv(num_rows, _ROWS), max(1, triton.cdiv(dim, block)))
-    merge_states_kernel[grid](
-        outs,
-        lses,
-        out,
-        lse,
-        num_parts,
-        num_rows,
-        num_nodes,
-        num_heads,
-        *outs.stride()[:4],
-        *lses.stride(),
-        *out.stride()[:3],
-        *lse.stride(),
-        DIM=dim,
-        ROWS=_ROWS,
-        BLOCK_D=block,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(outs):  # Triton launches on the current device
+        merge_states_kernel[grid](
+            outs,
+            lses,
+            out,
+            lse,
+            num_parts,
+            num_rows,
+            num_nodes,
+            num_heads,
+            *outs.stride()[:4],
+            *lses.stride(),
+            *out.stride()[:3],
+            *lse.stride(),
+            DIM=dim,
+            ROWS=_ROWS,
+            BLOCK_D=block,
+            num_warps=4,
+        )

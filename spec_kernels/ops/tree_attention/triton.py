@@ -344,6 +344,9 @@ def split_kernel(
     stride_lb,
     stride_ln,
     stride_lh,
+    stride_k_scale,
+    stride_v_scale,
+    stride_sink,
     PAGE: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -476,7 +479,7 @@ def split_kernel(
                     r_tile = operand(r_tile)
                 factor = scale
                 if FP8 != "":
-                    factor = scale * tl.load(k_scale + kv_head)
+                    factor = scale * tl.load(k_scale + kv_head * stride_k_scale)
                 top = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
                 total = tl.zeros([BLOCK_ROWS], tl.float32)
                 acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
@@ -539,7 +542,7 @@ def split_kernel(
                     acc = tl.dot(weight, v_tile, acc, input_precision="ieee")
                     top = new
                 if FP8 != "":
-                    acc = acc * tl.load(v_scale + kv_head)
+                    acc = acc * tl.load(v_scale + kv_head * stride_v_scale)
 
                 # -------------------------------------------------------------------- leave
                 if DIRECT:
@@ -547,7 +550,9 @@ def split_kernel(
                     total = tl.where(present, total, 0.0)
                     acc = tl.where(present[:, None], acc, 0.0)
                     if HAS_SINKS:
-                        sink = tl.load(sinks + head, mask=present, other=-float("inf"))
+                        sink = tl.load(
+                            sinks + head * stride_sink, mask=present, other=-float("inf")
+                        )
                         result, log_sum = _finish(acc, top, total, sink, True)
                     else:
                         result, log_sum = _finish(acc, top, total, top, False)
@@ -605,6 +610,7 @@ def merge_kernel(
     stride_lb,
     stride_ln,
     stride_lh,
+    stride_sink,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -662,7 +668,7 @@ def merge_kernel(
         acc = acc * keep[:, None] + tl.sum(part * weight[:, None], 0)[None, :]
         top = new
     if HAS_SINKS:
-        sink = tl.load(sinks + head + tl.zeros([1], tl.int32))
+        sink = tl.load(sinks + head * stride_sink + tl.zeros([1], tl.int32))
         sink = tl.where(path_length > 0, sink, -float("inf"))
         result, log_sum = _finish(acc, top, total, sink, True)
     else:
@@ -722,6 +728,8 @@ def _launch(
     sinks = sinks if has_sinks else lse
     if q_rope is None:
         q_rope = q
+    # One scale for all heads is a view of stride 0.
+    scale_strides = (k_scale.stride(0), v_scale.stride(0)) if fp8 else (0, 0)
     flags = dict(HAS_SINKS=has_sinks, WINDOW=window > 0, SHARDED=num_shards > 1)
     block_w = triton.next_power_of_2(num_words)
     split_kernel[(num_sms * tile.programs_per_sm,)](
@@ -762,6 +770,8 @@ def _launch(
         *ancestors.stride(),
         *out.stride()[:3],
         *lse.stride(),
+        *scale_strides,
+        sinks.stride(0),
         PAGE=page,
         K_DIM=k_dim,
         V_DIM=v_dim,
@@ -806,6 +816,7 @@ def _launch(
         *ancestors.stride(),
         *out.stride()[:3],
         *lse.stride(),
+        sinks.stride(0),
         V_DIM=v_dim,
         BLOCK_V=block_v,
         BLOCK_W=block_w,
@@ -819,11 +830,12 @@ def tree_attention_triton(
     q, k_cache, v_cache, block_tables, context_lens, ancestors, k_scale, v_scale, sinks, scale,
     logit_cap, window, shard_index, num_shards, shard_run, out, lse,
 ) -> None:  # fmt: skip
-    _launch(
-        "tree_attention", q, None, k_cache, v_cache, block_tables, context_lens, ancestors,
-        k_scale, v_scale, sinks, scale, logit_cap, window, shard_index, num_shards, shard_run,
-        out, lse, False,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        _launch(
+            "tree_attention", q, None, k_cache, v_cache, block_tables, context_lens, ancestors,
+            k_scale, v_scale, sinks, scale, logit_cap, window, shard_index, num_shards, shard_run,
+            out, lse, False,
+        )  # fmt: skip
 
 
 def tree_attention_mla_triton(
@@ -831,8 +843,9 @@ def tree_attention_mla_triton(
     logit_cap, window, shard_index, num_shards, shard_run, out, lse,
 ) -> None:  # fmt: skip
     rows = cache.unsqueeze(2)
-    _launch(
-        "tree_attention_mla", q_latent, q_rope, rows, rows, block_tables, context_lens, ancestors,
-        cache_scale, cache_scale, sinks, scale, logit_cap, window, shard_index, num_shards,
-        shard_run, out, lse, True,
-    )  # fmt: skip
+    with torch.cuda.device_of(q_latent):
+        _launch(
+            "tree_attention_mla", q_latent, q_rope, rows, rows, block_tables, context_lens,
+            ancestors, cache_scale, cache_scale, sinks, scale, logit_cap, window, shard_index,
+            num_shards, shard_run, out, lse, True,
+        )  # fmt: skip
