@@ -10,6 +10,7 @@ TEST_SECONDS ?= 1200
 TESTS ?= tests
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?= --out gpu-report
 
 PY := $(VENV)/bin/python
 BUILD := $(PY) setup.py -q build_ext --inplace
@@ -19,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test sanitize lint format bench wheel build clean distclean FORCE
+.PHONY: help demo test sanitize lint format bench gpu wheel build clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make sanitize  malformed calls for every CPU op, and the CUDA sources run on the host, under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    ruff and clang-format, check only; make format applies them"
 	@echo "make bench   check, then time, every op (BENCH_ARGS=--help)"
+	@echo "make gpu     on a machine with a GPU: check, capture and time every kernel in five minutes (GPU_ARGS)"
 	@echo "make wheel   build a wheel into $(DIST)/"
 	@echo "make clean   remove what was built; make distclean also removes $(VENV)"
 
@@ -60,6 +62,9 @@ format: $(VENV)/ready
 
 bench: build
 	@$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+gpu: build
+	@$(PY) benchmarks/gpu_check.py $(GPU_ARGS)
 
 wheel: $(VENV)/ready
 	@$(PY) -m pip wheel -q --no-build-isolation --no-deps -w $(DIST) .

@@ -37,8 +37,30 @@ def test_every_op_is_shown():
     assert [stem for stem in sorted(stems) if f"**{stem}**" not in text] == []
 
 
-def test_links_lead_somewhere():
+def kernels(pattern, op):
+    """Ops whose kernel a file of ``pattern`` holds, as ``op`` finds them."""
+    found = (re.findall(op, path.read_text(), re.MULTILINE) for path in ROOT.glob(pattern))
+    return {name for names in found for name in names}
+
+
+def test_the_table_of_what_is_supported_is_true():
     text = README.read_text()
+    rows = re.findall(r"^\| ([a-z].*?) \|.*\| (tested) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    cuda = kernels("csrc/*/*_cuda.cu", r'm\.impl\("(\w+)"')
+    triton = kernels("spec_kernels/ops/*/triton.py", r"^def (\w+)_triton\(")
+    seen = set()
+    for names, _, on_cuda, on_triton in rows:
+        ops = set(names.split(":")[0].split(", ")) & _library.SCHEMAS.keys()
+        seen |= ops
+        for op in ops:
+            assert on_cuda == ("on the host" if op in cuda else "-"), op
+            assert on_triton == ("interpreter" if op in triton else "-"), op
+    assert {op for op in _library.SCHEMAS if not op.startswith("pcie_")} <= seen
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
     headings = {
         re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
         for line in text.splitlines()
@@ -48,7 +70,7 @@ def test_links_lead_somewhere():
         if target.startswith("#"):
             assert target[1:] in headings, target
         elif "://" not in target:
-            assert (ROOT / target).exists(), target
+            assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
 def test_make_targets_exist():

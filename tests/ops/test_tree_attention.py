@@ -29,7 +29,12 @@ from spec_kernels import (
     tree_attention_mla,
 )
 from spec_kernels.ops.tree_attention import KEY_BLOCK, MAX_SPLITS
-from spec_kernels.ops.tree_attention.traffic import attention_traffic, floors_table, mla_traffic
+from spec_kernels.ops.tree_attention.traffic import (
+    attention_traffic,
+    floors_table,
+    mla_traffic,
+    partials_table,
+)
 from spec_kernels.testing.attention_cases import (
     FP8,
     check,
@@ -1181,9 +1186,9 @@ def test_traffic_of_the_cache_does_not_grow_with_heads_or_rows_of_the_tree():
         attention_traffic(8, 2, num_heads=1, k_dim=8, v_dim=8, path_lengths=[1])
 
 
-def test_the_readme_has_the_floors_that_the_function_gives():
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    assert floors_table() in readme
+def test_the_documentation_has_the_tables_that_the_functions_give():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text()
+    assert floors_table() in text and partials_table() in text
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
