@@ -254,7 +254,7 @@ def test_head_sizes_and_partial_rotary(backend, dtype, interleaved, mla, shape):
     problem.check(backend)
 
 
-@pytest.mark.parametrize("shape", HEADS, ids=str)
+@pytest.mark.parametrize("shape", HEADS[1::2], ids=str)
 def test_fp8(backend, dtype, interleaved, mla, shape):
     k_dim, rotary = shape
     problem = Problem(
@@ -371,7 +371,7 @@ def test_case_08_offsets_beyond_32_bits(backend, mla):
 
 def test_case_18_strides_are_honoured(backend, dtype, mla, interleaved):
     """Slices of one projection, interleaved K and V, a table of every other column."""
-    problem = Problem(mla, dtype=dtype, interleaved=interleaved)
+    problem = Problem(mla, dtype=dtype, interleaved=interleaved, **few(backend))
     want_q, want = problem.run(backend)
     batch, rows = problem.inputs[0].shape[:2]
     widths = [t[0, 0].numel() for t in problem.inputs]
@@ -405,7 +405,8 @@ def test_case_18_strides_are_honoured(backend, dtype, mla, interleaved):
 
 
 def test_queries_may_be_rotated_in_place(backend, dtype, interleaved, mla):
-    problem = Problem(mla, rotary=18, dtype=dtype, interleaved=interleaved)
+    rows = 3 if backend == "triton" else 5
+    problem = Problem(mla, rows=rows, rotary=18, dtype=dtype, interleaved=interleaved)
     depths = problem.kwargs["depths"]
     depths[0, 2] = -1
     want, _ = problem.run(backend)
@@ -476,8 +477,9 @@ def check_bits_of_the_formula(backend):
         for interleaved in (False, True):
             for fp8 in (False, True):
                 problem = Problem(
-                    k_dim=70, rotary=66, dtype=dtype, interleaved=interleaved, fp8=fp8
-                )
+                    k_dim=70, rotary=66, dtype=dtype, interleaved=interleaved, fp8=fp8,
+                    **few(backend),
+                )  # fmt: skip
                 want_q, want = problem.run("reference")
                 got_q, got = problem.run(backend)
                 assert_same_bits(got_q, want_q)
