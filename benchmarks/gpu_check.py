@@ -210,6 +210,8 @@ def launches(device: str = "cuda", count=num_kernels) -> Row:
     for what, (promised, function) in functions.items():
         names = count(function)
         rows.append({"what": what, "kernels": len(names), "promised": promised, "names": names})
+        if not names:
+            failed.append(f"{what}: the profiler saw no kernel")
         if len(names) > promised:
             failed.append(f"{what}: {len(names)} kernels, {promised} promised")
     return {"rows": rows, "failed": "; ".join(failed)}
@@ -289,12 +291,16 @@ def _torch_choices(logits, temperature=None, top_p=None):
     if temperature is None:
         return logits.argmax(-1)
     logits = logits.float() / temperature
-    if top_p is not None:
-        ordered, ids = logits.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        kept = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
-        return ids.gather(-1, kept.flatten(0, 1).multinomial(1).view(*kept.shape[:2], 1))[..., 0]
-    return logits.softmax(-1).flatten(0, 1).multinomial(1).view(logits.shape[:2])
+    if top_p is None:
+        return _drawn(logits.softmax(-1))[..., 0]
+    ordered, ids = logits.sort(-1, descending=True)
+    p = ordered.softmax(-1)
+    return ids.gather(-1, _drawn(p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)))[..., 0]
+
+
+def _drawn(p):
+    """An exponential race: torch.multinomial may wait for the device, which a graph cannot."""
+    return (p / torch.empty_like(p).exponential_()).argmax(-1, keepdim=True)
 
 
 def _torch_accept(logits, tokens, parents, steps, rule):

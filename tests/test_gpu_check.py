@@ -195,6 +195,7 @@ def test_launches_beyond_the_promise_fail(gpu_check, monkeypatch):
     assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2, 1, 1, 1, 1, 1]
     many = gpu_check.launches("cpu", count(3))["failed"]
     assert "context 32: 3 kernels, 2 promised" in many and "8192" not in many
+    assert "the profiler saw no kernel" in gpu_check.launches("cpu", count(0))["failed"]
 
 
 WORKER = """
@@ -236,6 +237,33 @@ def test_no_task_hides_another(gpu_check, tmp_path):
     assert lost["result"] == "FAILED"
     assert (hang["result"], hang["rows"]) == ("SKIPPED", [{"a": 3}])
     assert "out of time" in hang["detail"] and last["result"] == "passed"
+
+
+def test_a_worker_says_what_its_parent_hears(gpu_check, monkeypatch, capsys):
+    lost = iter([None, None, None, None, RuntimeError("illegal address")])
+
+    def synchronize():
+        error = next(lost)
+        if error:
+            raise error
+
+    def perform(name, say):
+        if name == "bad":
+            raise ValueError("wrong")
+        say({"a": 1})
+        return {"detail": "fine"}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_check, "perform", perform)
+    gpu_check.worker(["good", "bad", "good", "never"])
+    lines = capsys.readouterr().out.splitlines()
+    said = [json.loads(line.removeprefix(gpu_check.MARK)) for line in lines]
+    assert said[:4] == [
+        ["ready", {}], ["row", {"a": 1}], ["done", {"detail": "fine"}],
+        ["done", {"failed": "ValueError: wrong"}],
+    ]  # fmt: skip
+    assert "device lost: illegal address" in said[-1][1]["failed"] and len(said) == 6
 
 
 def test_a_worker_that_cannot_start_fails_every_task(gpu_check):
