@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/indexed.h"
 #include "tree_attention/tree_attention.h"
 
 namespace spec_kernels {
@@ -35,16 +36,6 @@ Bf16Math bf16_math() {
   static const Bf16Math math = detect_math();
   return math;
 }
-
-struct IntTensor {
-  IntView view;
-  int64_t stride[2] = {0, 0};
-
-  explicit IntTensor(const Tensor& t) : view(t) {
-    for (int64_t i = 0; i < t.dim() && i < 2; ++i) stride[i] = t.stride(i);
-  }
-  int64_t at(int64_t i, int64_t j = 0) const { return view[i * stride[0] + j * stride[1]]; }
-};
 
 // Jobs whose partial results belong together.
 struct JobGroup {
@@ -72,7 +63,7 @@ struct Request {
 struct Call {
   const char* op;
   TreeAttentionArgs args;
-  IntTensor tables, context_lens;
+  IntMatrix tables, context_lens;
   const int32_t* words;
   int64_t word_stride[3];
   int64_t num_batch, num_rows, num_kv_heads, num_words, num_pages, num_blocks, window;
@@ -80,9 +71,8 @@ struct Call {
 };
 
 void check_page(const Call& c, int64_t b, int64_t block) {
-  const int64_t page = c.tables.at(b, block);
-  SK_CHECK(page >= 0 && page < c.num_pages, c.op,
-           ("block_tables[" + std::to_string(b) + ", " + std::to_string(block) + "]").c_str(),
+  const int64_t page = c.tables(b, block);
+  SK_CHECK(page >= 0 && page < c.num_pages, c.op, indexed("block_tables", b, block).c_str(),
            "0 <= page < " + std::to_string(c.num_pages), page);
 }
 
@@ -99,8 +89,8 @@ void clear_row(const TreeAttentionArgs& a, int64_t b, int64_t n) {
 // Reads one request's words into nodes, chains first, and checks every value that its rows will
 // lead to.
 Request read_request(const Call& c, int64_t b, Plan& plan) {
-  const int64_t whole = c.context_lens.at(b);
-  SK_CHECK(whole >= 0, c.op, ("context_lens[" + std::to_string(b) + "]").c_str(), ">= 0", whole);
+  const int64_t whole = c.context_lens(b);
+  SK_CHECK(whole >= 0, c.op, indexed("context_lens", b).c_str(), ">= 0", whole);
   const int64_t held = c.shard.local_length(whole);
   const int64_t context = std::min(held, kFarPosition);
   const bool holds_tree = c.shard.holds_tree();
@@ -152,7 +142,7 @@ Request read_request(const Call& c, int64_t b, Plan& plan) {
   }
   if (highest_bit < 0) return request;
   const int64_t num_slots = holds_tree ? highest_bit + 1 : 0;
-  SK_CHECK(held <= capacity - num_slots, c.op, ("block_tables[" + std::to_string(b) + "]").c_str(),
+  SK_CHECK(held <= capacity - num_slots, c.op, indexed("block_tables", b).c_str(),
            "room for " + std::to_string(held) + " + " + std::to_string(num_slots) + " positions",
            capacity);
   if (request.num_nodes == 0) return request;
@@ -420,16 +410,17 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_dtype(op, "lse", lse, ScalarType::Float);
   check_shape(op, "lse", lse, {num_batch, num_rows, num_heads});
 
-  Call c{op, {},   IntTensor(block_tables), IntTensor(context_lens), nullptr, {}, 0, 0, 0, 0, 0, 0,
+  Call c{op, {},   IntMatrix(block_tables), IntMatrix(context_lens), nullptr, {}, 0, 0, 0, 0, 0, 0,
          0,  shard};
   TreeAttentionArgs& a = c.args;
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
   set_strides(out, a.out_stride);
   set_strides(lse, a.lse_stride);
-  a.tables = c.tables.view.data;
-  a.wide_tables = c.tables.view.wide;
-  for (int i = 0; i < 2; ++i) a.table_stride[i] = c.tables.stride[i];
+  a.tables = c.tables.data.data;
+  a.wide_tables = c.tables.data.wide;
+  a.table_stride[0] = c.tables.row;
+  a.table_stride[1] = c.tables.column;
   a.page = k_cache.size(1);
   a.k_dim = k_dim;
   a.v_dim = v_dim;

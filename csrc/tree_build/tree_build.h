@@ -13,10 +13,9 @@
 
 #include "common/check.h"
 #include "common/host_device.h"
+#include "common/tree.h"
 
 namespace spec_kernels {
-
-constexpr int64_t kMaxNodes = 1024;
 
 // Twins of TreeStatus in spec_kernels/ops/tree_build/reference.py.
 enum TreeStatus : int32_t {

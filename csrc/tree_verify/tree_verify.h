@@ -22,6 +22,7 @@
 #include "common/dtype.h"
 #include "common/host_device.h"
 #include "common/isa.h"
+#include "common/tree.h"
 
 namespace spec_kernels {
 
@@ -39,7 +40,6 @@ enum VerifyStatus : int32_t {
 // Third word of the counter. Twins of Purpose in the same file.
 enum Purpose : uint32_t { kSample = 0, kAccept = 1, kResidual = 2, kDraft = 3 };
 
-constexpr int64_t kMaxNodes = 1024;
 constexpr int kWeightBits = 40;
 constexpr int kCoinBits = 24;
 // kMaxVocab weights of 2^kWeightBits stay below 2^63.

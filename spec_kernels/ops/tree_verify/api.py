@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from spec_kernels.ops.common import FLOATS, INTEGERS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.tree_build import MAX_NODES
 from spec_kernels.ops.tree_verify.reference import tree_verify_reference
 
 _OP = "tree_verify"
 
 # Sums of this many integer weights stay within 64 bits.
 MAX_VOCAB = 1 << 22
-MAX_NODES = 1024
 
 _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from spec_kernels.ops.common import INTEGERS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.tree_build import MAX_NODES
+from spec_kernels.ops.tree_verify.api import MAX_VOCAB
 from spec_kernels.ops.tree_verify.coins_reference import (
     tree_verify_choices_reference,
     tree_verify_coins_reference,
@@ -14,9 +16,6 @@ from spec_kernels.ops.tree_verify.coins_reference import (
 
 _CHOICES = "tree_verify_choices"
 _COINS = "tree_verify_coins"
-
-MAX_VOCAB = 1 << 22
-MAX_NODES = 1024
 
 _FLOAT32 = (torch.float32,)
 
