@@ -96,6 +96,33 @@ SK_INLINE void transpose(const In& in, uint32_t* out) {
     _mm512_storeu_si512(out + 16 * (j + 2), _mm512_unpacklo_epi64(b, d));
     _mm512_storeu_si512(out + 16 * (j + 3), _mm512_unpackhi_epi64(b, d));
   }
+#elif defined(__AVX2__)
+  for (int i = 0; i < 16; i += 8) {
+    for (int u = 0; u < 16; u += 8) {
+      __m256i low[4], high[4], quads[8];
+      for (int k = 0; k < 4; ++k) {
+        const auto row = [&](int r) {
+          return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in(i + r) + u));
+        };
+        const __m256i x = row(2 * k), y = row(2 * k + 1);
+        low[k] = _mm256_unpacklo_epi32(x, y);
+        high[k] = _mm256_unpackhi_epi32(x, y);
+      }
+      for (int k = 0; k < 2; ++k) {
+        quads[4 * k + 0] = _mm256_unpacklo_epi64(low[2 * k], low[2 * k + 1]);
+        quads[4 * k + 1] = _mm256_unpackhi_epi64(low[2 * k], low[2 * k + 1]);
+        quads[4 * k + 2] = _mm256_unpacklo_epi64(high[2 * k], high[2 * k + 1]);
+        quads[4 * k + 3] = _mm256_unpackhi_epi64(high[2 * k], high[2 * k + 1]);
+      }
+      for (int j = 0; j < 4; ++j) {
+        const auto column = [&](int c) {
+          return reinterpret_cast<__m256i*>(out + (u + c) * 16 + i);
+        };
+        _mm256_storeu_si256(column(j), _mm256_permute2x128_si256(quads[j], quads[j + 4], 0x20));
+        _mm256_storeu_si256(column(j + 4), _mm256_permute2x128_si256(quads[j], quads[j + 4], 0x31));
+      }
+    }
+  }
 #else
   for (int i = 0; i < 16; ++i) {
     for (int u = 0; u < 16; ++u) std::memcpy(out + u * 16 + i, in(i) + u, sizeof(uint32_t));
