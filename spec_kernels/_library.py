@@ -89,8 +89,9 @@ REFERENCES: dict[str, Callable[..., None]] = {}
 
 def register_reference(name: str, function: Callable[..., None]) -> None:
     """Makes ``function`` what op ``name`` runs wherever no compiled kernel is loaded."""
-    REFERENCES[name] = function
-    _lib.impl(name, function, "CompositeExplicitAutograd")
+    # Like the compiled kernels: an output must not hold the graph of what it came from.
+    REFERENCES[name] = torch.no_grad()(function)
+    _lib.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
 
 
 @dataclass(frozen=True)

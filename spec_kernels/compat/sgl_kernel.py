@@ -260,8 +260,9 @@ def _mask_writer(op, tree_mask, mode, lens, num_nodes):
         width = 1 if num_nodes <= 8 else 2 if num_nodes <= 16 else 4 * ((num_nodes + 31) // 32)
         _check_flat(op, "tree_mask", tree_mask, _PACKED, device, 0)
         size = batch * num_nodes * width
-        if tree_mask.nbytes < size:
-            fail(op, "tree_mask", f"at least {size} bytes", tree_mask.nbytes)
+        held = tree_mask.numel() * tree_mask.element_size()
+        if held < size:
+            fail(op, "tree_mask", f"at least {size} bytes", held)
 
         def write(tree):
             rows = tree_mask.view(-1).view(torch.uint8)[:size].view(batch, num_nodes, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,12 @@ def check_last_dim(op: str, name: str, t: torch.Tensor) -> None:
 def check_contiguous(op: str, name: str, t: torch.Tensor) -> None:
     if not t.is_contiguous():
         fail(op, name, "a contiguous tensor", f"strides {list(t.stride())}")
+
+
+def check_finite(op: str, name: str, value: float) -> None:
+    """By comparison, which torch.compile can trace where the number depends on a shape."""
+    if not -math.inf < value < math.inf:
+        fail(op, name, "a finite number", value)
 
 
 def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
@@ -133,7 +140,7 @@ def run(
     if backend is None:
         function = getattr(torch.ops.spec_kernels, op).default
     elif backend == "reference":
-        function = reference
+        function = torch.no_grad()(reference)
         if not torch.compiler.is_compiling():
             check_outputs_apart(op, args)
     elif backend in ("cpu", "cuda"):

@@ -66,7 +66,7 @@ def fp8_conversion(dtype: torch.dtype, arch: int) -> str:
 
 
 def check_device(op: str, device: torch.device) -> None:
-    if device.type != "cuda" and not INTERPRETED:
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         expected = "tensors on cuda for backend 'triton' (on cpu: set TRITON_INTERPRET=1 first)"
         fail(op, "backend", expected, device)
 

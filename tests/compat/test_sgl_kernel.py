@@ -721,11 +721,13 @@ def test_renormalising_other_types_and_refusals():
 # ---- The whole path.
 
 
-def test_compiles_without_graph_breaks():
-    def step(parent_list, selected, lens, target):
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_graph_breaks(mode, dynamic):
+    def step(mask, parent_list, selected, lens, target):
         outs = [torch.empty(6, dtype=torch.int64), *torch.empty(3, 2, 3, dtype=torch.int64)]
-        mask = torch.zeros(18, dtype=torch.bool)
-        build_tree_kernel_efficient(parent_list, selected, lens, mask, *outs, 2, 2, 3, 1)
+        mask = mask.clone()
+        build_tree_kernel_efficient(parent_list, selected, lens, mask, *outs, 2, 2, 3, mode)
         predicts = torch.full((6,), -1, dtype=torch.int32)
         accept = torch.full((2, 3), -1, dtype=torch.int32)
         count = torch.zeros(2, dtype=torch.int32)
@@ -733,12 +735,13 @@ def test_compiles_without_graph_breaks():
         return mask, predicts, accept, count
 
     arguments = (
+        torch.zeros(50, dtype=torch.uint8),
         torch.tensor([[-1, 0, 1]] * 2),
         torch.tensor([[0, 2], [0, 1]]),
         torch.tensor([4, 5]),
         torch.ones(2, 3, dtype=torch.int64),
     )
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*arguments)
     for x, y in zip(compiled, step(*arguments), strict=True):
         assert x.equal(y)
 

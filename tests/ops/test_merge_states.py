@@ -222,3 +222,10 @@ def test_bad_input_is_refused_before_anything_is_written(case, backend):
 def test_not_a_tensor(backend):
     with pytest.raises(ValueError, match="spec_kernels::merge_states: outs: expected a tensor"):
         merge_states([1.0], torch.zeros(1), backend=backend)
+
+
+def test_triton_wants_tensors_that_have_values():
+    pytest.importorskip("triton")
+    outs, lses = torch.ones(2, 1, 1, 1, 4, device="meta"), torch.ones(2, 1, 1, 1, device="meta")
+    with pytest.raises(ValueError, match="backend: expected tensors on cuda .*, got meta"):
+        merge_states(outs, lses, backend="triton")

@@ -881,11 +881,14 @@ def test_opcheck(form, cache_dtype):
 
 
 @FORMS
-def test_compiles_without_a_break(form):
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_break(form, dynamic):
     problem = make(form, contexts=(40, 3))
     function = tree_attention if form == "gqa" else tree_attention_mla
+    # By its default the scale depends on a shape.
+    options = dict(scale=problem.scale) if form == "mla" else {}
     compiled = torch.compile(
-        lambda *a: function(*a, scale=problem.scale), fullgraph=True, backend="aot_eager"
+        lambda *a: function(*a, **options), fullgraph=True, backend="aot_eager", dynamic=dynamic
     )
     for a, b in zip(compiled(*problem.inputs()), problem.run(), strict=True):
         assert_same_bits(a, b)

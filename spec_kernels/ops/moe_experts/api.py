@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from spec_kernels.ops.common import FLOATS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.common import FLOATS, check_finite, check_last_dim, check_tensor, fail, run
 from spec_kernels.ops.moe_experts.reference import moe_experts_reference
 
 _OP = "moe_experts"
@@ -95,8 +93,7 @@ def moe_experts(
     most = num_experts // n_group * topk_group
     if not 0 <= top_k <= most:
         fail(_OP, "top_k", f"0 <= top_k <= {most}", top_k)
-    if not math.isfinite(routed_scaling):
-        fail(_OP, "routed_scaling", "a finite number", routed_scaling)
+    check_finite(_OP, "routed_scaling", routed_scaling)
     if out is None:
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from spec_kernels.ops.common import (
@@ -11,6 +9,7 @@ from spec_kernels.ops.common import (
     FP8,
     INTEGERS,
     check_cache_scale,
+    check_finite,
     check_last_dim,
     check_tensor,
     fail,
@@ -163,8 +162,7 @@ def rope_append_mla(
         check_last_dim(op, "norm_weight", norm_weight)
     for name, t in (("q_rope", q_rope), ("latent", latent), ("k_rope", k_rope), ("cache", cache)):
         check_last_dim(op, name, t)
-    if not math.isfinite(eps):
-        fail(op, "eps", "a finite number", eps)
+    check_finite(op, "eps", eps)
     _check_page(op, "cache", cache)
     _check_places(op, q_rope, cos_sin, rope, depths, context_lens, block_tables, slots, cache_lens)
     cache_scale = check_cache_scale(op, "cache_scale", cache_scale, cache, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from spec_kernels import _library
@@ -12,6 +10,7 @@ from spec_kernels.ops.common import (
     FP8,
     INTEGERS,
     check_cache_scale,
+    check_finite,
     check_last_dim,
     check_no_overlap,
     check_tensor,
@@ -71,10 +70,8 @@ def _check_common(
     check_tensor(op, "ancestors", ancestors, (num_batch, num_rows, None), _WORD, device)
     if ancestors.shape[2] > _MAX_WORDS:
         fail(op, "ancestors", f"at most {_MAX_WORDS} words a row", ancestors.shape[2])
-    if not math.isfinite(scale):
-        fail(op, "scale", "a finite number", scale)
-    if not math.isfinite(logit_cap):
-        fail(op, "logit_cap", "a finite number", logit_cap)
+    check_finite(op, "scale", scale)
+    check_finite(op, "logit_cap", logit_cap)
     if sinks is not None:
         check_tensor(op, "sinks", sinks, (q.shape[2],), _F32, device)
     shard = WHOLE if shard is None else shard
