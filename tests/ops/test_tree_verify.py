@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_kernels import Purpose, Verified, VerifyStatus, _library, link_tree, tree_verify
@@ -288,9 +288,18 @@ def target_logits(parents, tokens, vocab):
     return torch.stack(rows)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([0.0, 0.7]))
-def test_case_09_a_superset_tree_accepts_at_least_as_much(seed, num_nodes, temperature):
+@settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    seed=st.integers(0, 2**32),
+    num_nodes=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.7]),
+)
+def test_case_09_a_superset_tree_accepts_at_least_as_much(backend, seed, num_nodes, temperature):
     rng, vocab = random.Random(seed), 4
     parents, tokens = random_tree(rng, num_nodes, vocab)
     kept = {0}
@@ -309,7 +318,11 @@ def test_case_09_a_superset_tree_accepts_at_least_as_much(seed, num_nodes, tempe
             torch.tensor([place.get(parents[i], -1) for i in nodes]),
         )
         got = tree_verify(
-            logits[list(nodes)][None], **links_of(tree), context_lens=context, **sampling
+            logits[list(nodes)][None],
+            **links_of(tree),
+            context_lens=context,
+            **sampling,
+            backend=backend,
         )
         emitted.append(got.tokens[0, : int(got.num_accepted[0]) + 1].tolist())
     small, large = emitted
