@@ -1,5 +1,8 @@
 // One block a row. The row stays in registers between the sum of squares and the scaled store, so
 // HBM sees each element once for every tensor it belongs to.
+//
+// [4, 7168] bf16 with capture: 5 x 57 KB a call and the weight, 0.2 us at 1.8 TB/s; on paper two
+// dependent reads, a barrier and the launch make it about 3 us.
 #include <cuda_bf16.h>
 
 #include <optional>

@@ -69,6 +69,12 @@ def torch_folder() -> Path:
     return Path(importlib.util.find_spec("torch").submodule_search_locations[0])
 
 
+def run_compiler(command: Sequence[str]) -> subprocess.CompletedProcess:
+    # A sanitizer's runtime that this process preloads would slow the compiler down severalfold.
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 def _compile(source: Path, flags: tuple[str, ...]) -> Path:
     """The object of ``source``, from the last run if nothing that it may include has changed."""
     shim = sorted((HERE / "include").iterdir())
@@ -85,7 +91,7 @@ def _compile(source: Path, flags: tuple[str, ...]) -> Path:
         f"-I{ROOT / 'csrc'}",
         f"-isystem{torch_folder() / 'include'}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_compiler(command)
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
     os.replace(f"{made}.{os.getpid()}", made)
@@ -118,7 +124,7 @@ def build(sources: Sequence[Path], *defines: str) -> Path:
         "-lc10",
     ]
     command += SANITIZERS[:1] if sanitized() else ()
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_compiler(command)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
     os.replace(f"{made}.{os.getpid()}", made)
