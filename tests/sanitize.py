@@ -26,7 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = (0, 1, 2, 3)
 # Suites that take minutes here run under one schedule each; malformed calls have all.
-LONG_SUITES = {"test_tree_verify": 2, "test_tree_verify_cuda": 3, "test_tree_verify_drafts": 2}
+LONG_SUITES = {
+    "test_tree_verify": 2,
+    "test_tree_verify_coins": 1,
+    "test_tree_verify_cuda": 3,
+    "test_tree_verify_drafts": 2,
+}
 
 
 def library(name: str) -> str:
@@ -71,7 +76,7 @@ def sanitized_environment() -> dict[str, str]:
 
 
 def check_cuda_on_host(seconds: str) -> int:
-    suites = sorted((ROOT / "tests" / "ops").glob("test_*.py"))
+    suites = [p for d in ("ops", "compat") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))]
     suites = [p for p in suites if '"cuda_on_host"' in p.read_text()]
     short = [str(p) for p in suites if p.stem not in LONG_SUITES]
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]

@@ -74,23 +74,28 @@ struct Thresholds {
 // The first child whose sum of probabilities so far, over `accumulated`, exceeds the coin, or whose
 // own reaches `single`; never one of probability 0. `probability` is asked for ids in [0, vocab).
 template <class Tokens, class Probability, class FirstChild, class NextSibling>
-SK_HOST_DEVICE inline ChildSearch accept_by_coin(int64_t node, int64_t num_nodes, int64_t vocab,
-                                                 float coin, const Thresholds& thresholds,
-                                                 const Tokens& tokens,
-                                                 const Probability& probability,
-                                                 const FirstChild& first_child,
-                                                 const NextSibling& next_sibling) {
+SK_HOST_DEVICE SK_FORCE_INLINE ChildSearch
+accept_by_coin(int64_t node, int64_t num_nodes, int64_t vocab, float coin,
+               const Thresholds& thresholds, const Tokens& tokens, const Probability& probability,
+               const FirstChild& first_child, const NextSibling& next_sibling) {
   Children<FirstChild, NextSibling> it(node, num_nodes, first_child, next_sibling);
   float sum = 0.0f;
   for (; !it.done(); it.next()) {
     const int64_t token = tokens(it.child());
     const float p = token >= 0 && token < vocab ? positive(probability(token)) : 0.0f;
     sum += p;
-    if (p > 0.0f && (coin < sum / thresholds.accumulated || p >= thresholds.single)) {
+    const float limit = sum / thresholds.accumulated;
+    if (p > 0.0f && (coin < limit || (coin == limit && mutant("tree_verify_coins_closed")) ||
+                     p >= thresholds.single)) {
       return {it.child(), 0};
     }
   }
   return {-1, it.status()};
+}
+
+// The kCoinBits bits of a coin.
+SK_HOST_DEVICE inline uint32_t bits_of_coin(float coin) {
+  return static_cast<uint32_t>(clamped_coin(coin) * (1 << kCoinBits));
 }
 
 struct WalkEnd {
@@ -102,7 +107,8 @@ struct WalkEnd {
 // Walks from the root as long as `decide(node)` finds a child; `accept(depth, child)` is told of
 // each.
 template <class Decide, class Accept>
-SK_HOST_DEVICE inline WalkEnd walk_path(int64_t room, const Decide& decide, const Accept& accept) {
+SK_HOST_DEVICE SK_FORCE_INLINE WalkEnd walk_path(int64_t room, const Decide& decide,
+                                                 const Accept& accept) {
   int64_t node = 0;
   int64_t depth = 0;
   while (depth + 1 < room) {

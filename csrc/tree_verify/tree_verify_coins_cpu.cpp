@@ -166,8 +166,7 @@ void tree_verify_coins(Tensor tokens, Tensor first_child, Tensor next_sibling, T
           residual.fill(target, nullptr, a.vocab);
           if (!residual.any()) return Chosen{-1, kNoToken};
         }
-        const float coin = clamped_coin(*a.final_coins.at(b));
-        return Chosen{residual.sample(static_cast<uint32_t>(coin * (1 << kCoinBits))), 0};
+        return Chosen{residual.sample(bits_of_coin(*a.final_coins.at(b))), 0};
       });
 }
 

@@ -26,14 +26,12 @@
 
 #include "common/device.cuh"
 #include "tree_verify/tree_verify_args.h"
+#include "tree_verify/tree_verify_cuda.cuh"
 
 namespace spec_kernels {
 namespace {
 
 constexpr char kOp[] = "tree_verify";
-constexpr int kWarp = 32;
-constexpr int kMaxThreads = 512;
-constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr int kListCapacity = 2048;
 constexpr int kNumBins = 64;
 // A weight, up to 2^kWeightBits, in limbs: one column of a bin takes kMaxVocab / kWarp of them.
@@ -47,8 +45,7 @@ constexpr uint32_t kLeastKey = 0x007FFFFFu;  // of -inf
 constexpr uint32_t kGreatestKey = 0xFFFFFFFFu;
 
 struct BlockState {
-  uint64_t partial[kMaxWarps];
-  uint64_t segment[kMaxWarps];  // sum of the weights in each warp's part of the row or list
+  BlockSums sums;
   uint64_t bin_amount[kNumBins];
   uint32_t bin_count[kNumBins];
   int32_t count;
@@ -109,60 +106,6 @@ __device__ inline int ranked_id(uint32_t rank) {
 // Greater is better: by value, then by lower id.
 __device__ inline uint64_t rank_of(float v, int id) {
   return uint64_t{key_of(v)} << 32 | id_rank(id);
-}
-
-__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
-__device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarp; }
-__device__ inline int divide_up(int a, int b) { return (a + b - 1) / b; }
-
-__device__ inline uint64_t warp_sum(uint64_t v) {
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
-  return v;
-}
-__device__ inline uint64_t warp_max(uint64_t v) {
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const uint64_t other = __shfl_xor_sync(0xffffffffu, v, mask);
-    v = other > v ? other : v;
-  }
-  return v;
-}
-
-// Every function below that all threads of a block enter together starts with a barrier before it
-// writes to shared memory, so what one leaves there may be read until the next is entered.
-
-__device__ inline uint64_t block_max(BlockState& s, uint64_t v) {
-  v = warp_max(v);
-  __syncthreads();
-  if (lane_id() == 0) s.partial[warp_id()] = v;
-  __syncthreads();
-  return warp_max(lane_id() < num_warps() ? s.partial[lane_id()] : 0);
-}
-
-__device__ inline uint64_t block_sum(BlockState& s, uint64_t v) {
-  v = warp_sum(v);
-  __syncthreads();
-  if (lane_id() == 0) s.partial[warp_id()] = v;
-  __syncthreads();
-  return warp_sum(lane_id() < num_warps() ? s.partial[lane_id()] : 0);
-}
-
-__device__ inline bool exceeds(uint64_t cumulative, uint64_t below) {
-  return cumulative > below || (cumulative == below && mutant("tree_verify_closed"));
-}
-
-// The lane whose share of the cumulative sum over lanes exceeds `below` first; what stands before
-// it is taken off `below`. The sum over all lanes must exceed it.
-__device__ inline int pick_lane(uint64_t v, uint64_t& below) {
-  uint64_t inclusive = v;
-  for (int delta = 1; delta < kWarp; delta *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, delta);
-    if (lane_id() >= delta) inclusive += other;
-  }
-  const unsigned hits = __ballot_sync(0xffffffffu, exceeds(inclusive, below));
-  const int found = __ffs(static_cast<int>(hits)) - 1;
-  below -= __shfl_sync(0xffffffffu, inclusive - v, found);
-  return found;
 }
 
 // A row of floats, by aligned vectors of 16 bytes. Position u of it is id u - shift; `filler`
@@ -347,15 +290,15 @@ class NodeRow {
     if (a_.draft_dtype == Float::kBf16) {
       using Drafts = Stream<Float::kBf16>;
       const Drafts q(probs_, row_.size, 0);
-      const Part part = own_part(q.num_tiles());
+      const Part part = own_share(0, q.num_tiles());
       q.each<1>(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
     } else {
       using Drafts = Stream<Float::kF32>;
       const Drafts q(probs_, row_.size, 0);
-      const Part part = own_part(q.num_tiles());
+      const Part part = own_share(0, q.num_tiles());
       q.each<1>(part.first, part.last, [&](int, const float(&v)[Drafts::kVec]) { add(v); });
     }
-    draft_total_ = block_sum(s_, own);
+    draft_total_ = block_sum(s_.sums, own);
     return __syncthreads_and(sound) != 0;
   }
 
@@ -390,39 +333,23 @@ class NodeRow {
 
   __device__ __forceinline__ double limit(double epsilon, double delta) {
     uint64_t own = 0;
-    each_kept(own_part(num_tiles()), [&](float v, int id) {
+    each_kept(own_share(0, num_tiles()), [&](float v, int id) {
       if (current(v, id) == 0) return;
       const float x = log_weight<Math>(v, greatest_, inverse_);
       own += to_fixed(Math::mul(exp_weight<Math>(x), -x));
     });
-    const double surprise = static_cast<double>(block_sum(s_, own));
+    const double surprise = static_cast<double>(block_sum(s_.sums, own));
     const float mean = static_cast<float>(surprise / static_cast<double>(total_));
     return typical_limit(total_, exp_weight<Math>(-mean), epsilon, delta);
   }
 
  private:
-  struct Part {
-    int first, last;
-  };
   enum class List { kNone, kByRank, kById };  // holds all that is kept, in that order
   enum class Weighed { kTarget, kResidual, kTies };
 
   // ---- Reading.
 
-  // This warp's share of tiles [first, first + n): warps have ids in order.
-  __device__ __forceinline__ static Part share(int first, int n) {
-    const int each = divide_up(n, num_warps());
-    const int begin = first + warp_id() * each;
-    return {min(begin, first + n), min(begin + each, first + n)};
-  }
-  __device__ __forceinline__ static Part own_part(int n) { return share(0, n); }
-
-  // NaN becomes -inf.
-  __device__ __forceinline__ static float sound(float v) {
-    if (mutant("tree_verify_nan")) return v;
-    return v >= value_of_key(kLeastKey) ? v : value_of_key(kLeastKey);
-  }
-
+  // A NaN stays: no comparison takes it for a value, so it is neither the greatest nor kept.
   __device__ __forceinline__ float edited(float v, int id) const {
     if (id >= 0 && id < row_.size) {
       if (bias_) v = Math::add(v, bias_[id]);
@@ -432,13 +359,15 @@ class NodeRow {
   }
 
   __device__ __forceinline__ float value_at(int id) const {
-    return sound(edited(float_at(row_.base, kKind, id + row_.shift), id));
+    return edited(float_at(row_.base, kKind, id + row_.shift), id);
   }
 
   __device__ __forceinline__ static float greatest_of(const float (&v)[kVec]) {
     float m = value_of_key(kLeastKey);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) m = v[j] > m ? v[j] : m;  // passes over NaN
+    for (int j = 0; j < kVec; ++j) {
+      m = v[j] > m || (v[j] != v[j] && mutant("tree_verify_nan")) ? v[j] : m;
+    }
     return m;
   }
 
@@ -447,7 +376,7 @@ class NodeRow {
   __device__ __forceinline__ void find_greatest() {
     float best = value_of_key(kLeastKey);
     int where = 0;
-    const Part part = own_part(row_.num_tiles());
+    const Part part = own_share(0, row_.num_tiles());
     const auto take = [&](float v, int id) {
       if (v > best) {  // strictly: of equal values the first stays
         best = v;
@@ -462,7 +391,7 @@ class NodeRow {
       });
     }
     own_key_ = key_of(best);
-    const uint64_t found = block_max(s_, rank_of(best, where));
+    const uint64_t found = block_max(s_.sums, rank_of(best, where));
     greatest_key_ = static_cast<uint32_t>(found >> 32);
     greatest_ = value_of_key(greatest_key_);
     greatest_place_ = ranked_id(static_cast<uint32_t>(found));
@@ -506,7 +435,7 @@ class NodeRow {
         float v[Values::kPerWord];
         Values::unpack(raw.x, v);
 #pragma unroll
-        for (int i = 0; i < Values::kPerWord; ++i, ++id) f(sound(edited(v[i], id)), id);
+        for (int i = 0; i < Values::kPerWord; ++i, ++id) f(edited(v[i], id), id);
         raw = make_uint4(raw.y, raw.z, raw.w, 0);
       }
     }
@@ -553,45 +482,22 @@ class NodeRow {
     return sum;
   }
 
-  // Sum of the weights; those of each warp stay for locate().
   __device__ __forceinline__ uint64_t sum() {
-    const uint64_t own = warp_sum(lane_sum(own_part(num_tiles())));
-    __syncthreads();
-    if (lane_id() == 0) s_.segment[warp_id()] = own;
-    if (!mutant("tree_verify_barrier")) __syncthreads();
-    return warp_sum(lane_id() < num_warps() ? s_.segment[lane_id()] : 0);
+    return sum_tiles(s_.sums, num_tiles(), [&](Part part) { return lane_sum(part); });
   }
 
   // The first element whose cumulative weight exceeds `below`, after sum().
   __device__ __forceinline__ Found locate(uint64_t below) {
-    const int n = num_tiles();
-    int chosen = pick_lane(lane_id() < num_warps() ? s_.segment[lane_id()] : 0, below);
-    int share_size = divide_up(n, num_warps());
-    int first = chosen * share_size;
-    int last = min(first + share_size, n);
-    uint64_t own;
-    for (;;) {
-      const bool single = last - first == 1;
-      own = lane_sum(single ? Part{first, last} : share(first, last - first));
-      if (single) break;
-      own = warp_sum(own);
-      __syncthreads();
-      if (lane_id() == 0) s_.partial[warp_id()] = own;
-      __syncthreads();
-      chosen = pick_lane(lane_id() < num_warps() ? s_.partial[lane_id()] : 0, below);
-      share_size = divide_up(last - first, num_warps());
-      first += chosen * share_size;
-      last = min(first + share_size, last);
-    }
-    const int lane = pick_lane(own, below);
+    const Place at =
+        find_tile(s_.sums, num_tiles(), below, [&](Part part) { return lane_sum(part); });
     uint64_t cumulative = 0;
-    Found found = {0.0f, -1, first * kWarp + lane};
-    each_kept({first, last}, [&](float v, int id) {
+    Found found = {0.0f, -1, at.tile * kWarp + at.lane};
+    each_kept({at.tile, at.tile + 1}, [&](float v, int id) {
       cumulative += current(v, id);
       if (found.id < 0 && exceeds(cumulative, below)) found = {v, id, found.place};
     });
-    found.value = __shfl_sync(0xffffffffu, found.value, lane);
-    found.id = __shfl_sync(0xffffffffu, found.id, lane);
+    found.value = __shfl_sync(0xffffffffu, found.value, at.lane);
+    found.id = __shfl_sync(0xffffffffu, found.id, at.lane);
     return found;
   }
 
@@ -680,7 +586,7 @@ class NodeRow {
     __syncthreads();
     if (threadIdx.x == 0) s_.count = 0;
     __syncthreads();
-    each_value(own_part(row_.num_tiles()), [&](float v, int id) {
+    each_value(own_share(0, row_.num_tiles()), [&](float v, int id) {
       const uint32_t key = key_of(v);
       if (key < low || key > high || !kept(v, id)) return;
       const int place = atomicAdd(&s_.count, 1);
@@ -737,7 +643,7 @@ class NodeRow {
         s_.bins[i / (kNumBins * kWarp)][i / kWarp % kNumBins][i % kWarp] = 0;
       }
       __syncthreads();
-      each_value(own_part(row_.num_tiles()), [&](float v, int id) {
+      each_value(own_share(0, row_.num_tiles()), [&](float v, int id) {
         const uint32_t key = key_of(v);
         if (key < in.low || key > in.high || !kept(v, id)) return;
         const int bin = static_cast<int>((key - in.low) >> shift);
@@ -854,8 +760,8 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   const FaultCheck check(kOp, stream);
   const auto kernel = args.dtype == Float::kBf16 ? &tree_verify_kernel<Float::kBf16>
                                                  : &tree_verify_kernel<Float::kF32>;
-  // A vector for each thread at least: more threads would only wait at barriers. Two warps at
-  // least, or locate() would not narrow down.
+  // A vector for each thread at least: more threads would only wait at barriers. find_tile() needs
+  // two warps.
   const int64_t vectors = args.vocab * float_size(args.dtype) / 16 + 1;
   const int64_t num_warps =
       std::clamp<int64_t>((vectors + kWarp - 1) / kWarp, 2, kMaxThreads / kWarp);

@@ -23,6 +23,8 @@ from spec_kernels import (
 from spec_kernels.ops.tree_verify import coins_reference
 from spec_kernels.testing.compare import poisoned
 
+BACKENDS = ("reference", "cpu", "cuda_on_host")
+
 GOLDEN = {
     "tokens": torch.tensor([[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]),
     "first_child": torch.tensor([[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]]),

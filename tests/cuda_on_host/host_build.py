@@ -138,6 +138,11 @@ def configure_of(library: ctypes.CDLL):
     return function
 
 
+def schedule() -> int:
+    """The schedule that the environment asks for."""
+    return int(os.environ.get("SIMT_SEED", "0"))
+
+
 class Machine:
     """The loaded library: its ops are registered, its schedule can be chosen."""
 
@@ -146,7 +151,7 @@ class Machine:
         torch.ops.load_library(str(path))
         self.library = ctypes.CDLL(str(path))
         self._configure = configure_of(self.library)
-        self.configure(int(os.environ.get("SIMT_SEED", "0")))
+        self.configure(schedule())
         common.EXTRA_BACKENDS[BACKEND] = NAMESPACE
 
     def configure(self, seed: int, resident_blocks: int = 0) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 
-# Mutant: test of tests/ops/test_<op>.py (run with backend cuda_on_host), schedule.
+# Mutant: test of tests/*/test_<op>.py (run with backend cuda_on_host), schedule.
 MUTANTS = {
     "compact_any_order": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
     "compact_any_page": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
@@ -49,6 +49,17 @@ MUTANTS = {
     "tree_verify_barrier": ("tree_verify", "test_case_04_ids_stay_within_the_vocabulary", 1),
     "tree_verify_bound": ("tree_verify", "test_case_02_broken_links_end_the_walk", 0),
     "tree_verify_closed": ("tree_verify", "test_case_01_probability_zero_is_never_chosen", 0),
+    "tree_verify_coins_children": (
+        "tree_verify_coins",
+        "test_distribution_is_exactly_the_targets",
+        0,
+    ),
+    "tree_verify_coins_closed": ("tree_verify_coins", "test_case_01_coins_are_half_open", 0),
+    "tree_verify_coins_draft": (
+        "tree_verify_coins",
+        "test_draft_probs_are_taken_from_the_last_row_only",
+        0,
+    ),
     "tree_verify_cut_tie": ("tree_verify_cuda", "test_ties_that_no_list_takes", 0),
     "tree_verify_nan": ("tree_verify", "test_case_04_ids_stay_within_the_vocabulary", 0),
     "tree_verify_ordinal": (
@@ -86,7 +97,7 @@ def start(mutant: str, machine) -> tuple[int, Path]:
     op, name, seed = MUTANTS[mutant]
     machine.library.choose_mutant(mutant.encode())
     machine.configure(seed)
-    suite = TESTS / "ops" / f"test_{op}.py"
+    (suite,) = TESTS.glob(f"*/test_{op}.py")
     code = pytest.main(
         [f"{suite}::{name}", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
         + ["-k", "cuda_on_host", "--rootdir", str(TESTS.parent)]
