@@ -100,7 +100,11 @@ def _cuda(op: str) -> Callable[..., None]:
 
 
 def _triton(op: str) -> Callable[..., None]:
-    return _library.triton_kernel(op)
+    def run(*args):
+        common.check_outputs_apart(op, args)  # as for ``backend="triton"``
+        _library.triton_kernel(op)(*args)
+
+    return run
 
 
 def load() -> None:
