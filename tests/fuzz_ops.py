@@ -636,6 +636,9 @@ def run_case(op: str, seed: int, namespace: str) -> tuple[str, str | None]:
     on_meta = any(t.device.type == "meta" for t in tensors_of(args))
     if huge or on_meta or op.startswith("pcie") or "alias" in what or "another's memory" in what:
         return what, None
+    on_gpu = namespace != _library.NAMESPACE
+    if op == "compact" and on_gpu and not any(t.numel() for t in [*args[4], *args[5]]):
+        return what, None  # nothing to move: nothing is launched that could find a fault
     expected = call(_library.REFERENCES[op], reference_args)
     if expected is not None:
         return what, f"the reference raises {expected!r}, the kernel does not"
@@ -648,6 +651,8 @@ def run_case(op: str, seed: int, namespace: str) -> tuple[str, str | None]:
     )
     if op in floats and any("e+38" in how or "inf" in how for how in hows):
         return what, None  # when a sum overflows depends on its order
+    if op == "compact" and on_gpu and "argument 3" in what:
+        return what, None  # requests that share a page move its rows in any order
     for i in outs:
         mine = args[i] if isinstance(args[i], list) else [args[i]]
         theirs = reference_args[i] if isinstance(args[i], list) else [reference_args[i]]
