@@ -235,7 +235,9 @@ def _mask_writer(op, tree_mask, mode, lens, num_nodes):
     """Checks the mask's dtype and size; returns what writes a tree into it."""
     batch, device = lens.shape[0], lens.device
     if mode == 0:
-        cells = num_nodes * (lens + num_nodes)
+        room = tree_mask.numel() if isinstance(tree_mask, torch.Tensor) else 0
+        known = lens.clamp(0, room)  # a longer prefix does not fit either, and could overflow
+        cells = num_nodes * (known + num_nodes)
         least = batch * num_nodes**2
         if _readable(lens):
             if batch and int(lens.min()) < 0:
@@ -244,10 +246,18 @@ def _mask_writer(op, tree_mask, mode, lens, num_nodes):
         _check_flat(op, "tree_mask", tree_mask, _BOOLS, device, least)
 
         def write(tree):
+            if batch == 0:
+                return
+            flat, sees = tree_mask.view(-1), _sees(tree).to(tree_mask.dtype)
             node = torch.arange(num_nodes, device=device)
-            row = (cells.cumsum(0) - cells + lens)[:, None] + (lens + num_nodes)[:, None] * node
-            cell = row[:, :, None] + node
-            tree_mask.view(-1)[cell] = _sees(tree).to(tree_mask.dtype)
+            end = cells.cumsum(0)
+            row = (end - cells + known)[:, None] + (known + num_nodes)[:, None] * node
+            # Where lengths cannot be looked at, a request that does not fit writes cell 0 as it is
+            # to be, which the first request alone may write too.
+            fits = (lens >= 0) & (end <= room)
+            first = torch.where(fits[0] & (lens[0] == 0), sees[0, 0, 0], flat[0])
+            fits = fits[:, None, None]
+            flat[torch.where(fits, row[:, :, None] + node, 0)] = torch.where(fits, sees, first)
 
     elif mode == 1:
         shape = (batch, num_nodes, num_nodes)

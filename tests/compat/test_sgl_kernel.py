@@ -287,6 +287,39 @@ def test_masks_may_be_kept_larger_and_as_bytes():
         assert large["tree_mask"][size:].eq(7).all()
 
 
+ABSURD = [2**31, 2**61, 2**61 - 3, 2**62, 2**63 - 1, 2**63 - 3]  # n (seq + n) passes 64 bits
+
+
+@pytest.mark.parametrize("length", ABSURD)
+def test_lengths_beyond_the_mask_are_refused(length):
+    arguments = build_arguments(0) | {"verified_seq_len": torch.tensor([length])}
+    with pytest.raises(RuntimeError, match="tree_mask: expected at least"):
+        build_tree_kernel_efficient(**arguments)
+    assert not arguments["tree_mask"].any()
+
+
+@pytest.mark.parametrize("length", [-1, -9, -(2**63), *ABSURD])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_request_beyond_the_mask_writes_nothing_where_lengths_are_not_read(
+    length, first, monkeypatch
+):
+    """As on a device, where reading them would wait: the other requests' rows stay right."""
+    monkeypatch.setattr(sgl_kernel, "_readable", lambda t: False)
+    alone = build_arguments(0, size=27, dtype=torch.uint8)
+    alone["verified_seq_len"] = torch.tensor([first])
+    both = build_arguments(0, size=27, dtype=torch.uint8)
+    for arguments in (alone, both):
+        arguments["tree_mask"].fill_(7)
+    for name in ("parent_list", "selected_index"):
+        both[name] = both[name].repeat(2, 1)
+    both["verified_seq_len"] = torch.tensor([first, length])
+    outs = [name for name in both if name.startswith(("positions", "retr"))]
+    both |= dict(zip(outs, link_outputs(2, 3), strict=True))
+    build_tree_kernel_efficient(**alone)
+    build_tree_kernel_efficient(**both)
+    assert both["tree_mask"].equal(alone["tree_mask"])
+
+
 def test_an_engine_without_deeper_steps_gives_no_parent_list():
     arguments = build_arguments(1) | {"depth": 1, "selected_index": torch.tensor([[0, 1]])}
     for dtype in (torch.int64, torch.float32):
