@@ -4,7 +4,17 @@ import pytest
 import torch
 from cuda_on_host import host_build
 
-from spec_kernels import compact, hidden_capture, tree_build
+from spec_kernels import (
+    FlatVerified,
+    Verified,
+    compact,
+    hidden_capture,
+    link_tree,
+    tree_build,
+    tree_verify,
+    tree_verify_choices,
+    tree_verify_coins,
+)
 
 BACKEND = host_build.BACKEND
 
@@ -115,6 +125,42 @@ def test_the_others_are_one_launch_too(launches):
     assert launches(tree_build, *pool[:3], pool[3].long(), 16) == 1
     x = torch.randn(2, 5, 64)
     assert launches(hidden_capture, x[0], x[1], torch.ones(64), 1e-5) == 1
+
+
+@pytest.mark.parametrize("form", ["greedy", "filtered", "row", "draft", "typical"])
+def test_tree_verify_is_one_launch_whatever_it_does(launches, form):
+    """Walk, filters, acceptance and bonus; the path has four nodes."""
+    tree = link_tree(torch.arange(4)[None], torch.arange(-1, 3))
+    logits = torch.nn.functional.one_hot(torch.arange(1, 5)[None], 3000) * 60.0
+    arguments = {
+        "tokens": tree.tokens,
+        "first_child": tree.first_child,
+        "next_sibling": tree.next_sibling,
+        "context_lens": torch.tensor([3]),
+    }
+    if form != "greedy":
+        arguments |= {"temperature": torch.ones(1), "seeds": torch.tensor([1])}
+    if form == "filtered":
+        arguments |= {"top_k": torch.tensor([50]), "top_p": torch.tensor([0.9])}
+    if form == "draft":
+        arguments["draft_probs"] = logits.softmax(-1)
+    if form == "typical":
+        arguments["typical"] = (0.1, 0.3)
+    out = Verified.allocate(1, 3)
+    assert launches(tree_verify, logits, **arguments, out=out) == 1
+    assert out.num_accepted.tolist() == [3]
+
+
+def test_the_walks_on_given_choices_are_one_launch(launches):
+    tree = link_tree(torch.arange(4)[None], torch.arange(-1, 3))
+    links = tree.tokens, tree.first_child, tree.next_sibling, torch.arange(4)[None]
+    out = FlatVerified.allocate(1, 4, 3)
+    assert launches(tree_verify_choices, *links, torch.arange(1, 5), out) == 1
+    assert out.num_accepted.tolist() == [3]
+    probs = torch.nn.functional.one_hot(torch.arange(1, 5)[None], 3000).float()
+    coins = torch.full((1, 4), 0.5), torch.full((1,), 0.5)
+    assert launches(tree_verify_coins, *links, probs, *coins, out) == 1
+    assert out.num_accepted.tolist() == [3] and out.predictions.tolist() == [1, 2, 3, 4]
 
 
 def test_hidden_capture_keeps_a_row_in_registers():
