@@ -7,8 +7,13 @@ Triton's interpreter by the same functions, else on smaller problems.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +51,7 @@ from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_sinks_may_be_strided,
 )
 
-from spec_kernels import attention_split_size, merge_states
+from spec_kernels import ContextShard, _library, attention_split_size, merge_states
 from spec_kernels.ops.tree_attention import schedule
 from spec_kernels.ops.tree_attention import triton as kernels
 from spec_kernels.ops.triton_common import INTERPRETED
@@ -91,12 +96,9 @@ def num_programs(monkeypatch):
 
 
 def tile_of(p: Problem) -> schedule.Tile:
-    rope = p.k.shape[-1] - p.v.shape[-1] if p.form == "mla" else 0
-    k_dim = p.v.shape[-1] if p.form == "mla" else p.k.shape[-1]
-    fp8 = p.k.dtype == FP8
-    return schedule.attention_tile(
-        k_dim, p.v.shape[-1], rope, p.q.element_size(), fp8, p.form == "mla", 120
-    )
+    v_dim = p.v.shape[-1]
+    k_dim = v_dim if p.form == "mla" else p.k.shape[-1]
+    return schedule.attention_tile(k_dim, v_dim, p.q.element_size(), p.k.dtype == FP8, 120)
 
 
 def work_of(p: Problem) -> schedule.Work:
@@ -587,3 +589,194 @@ def test_integers_do_not_overflow(interpreted):
     with interpreter.overflow_checks():
         result = same.replace(tables=endless).run("triton")
     same_bits(result, same.run("triton"))
+
+
+# -------------------------------------------------------------------------------------- mutants
+
+SMALL = dict(heads=2, kv_heads=1, num_nodes=4, seed=3)
+
+
+def right_values(**options):
+    check(make("gqa", contexts=(140,), **SMALL | options), "triton")
+
+
+def right_reads():
+    problem = make("gqa", contexts=(140,), **SMALL)
+    with interpreter.count_reads(problem.k) as (count,):
+        problem.run("triton")
+    assert count.num_elements == work_of(problem).num_keys * problem.k.shape[-1]
+
+
+def right_in_a_wide_table():
+    problem = make("gqa", contexts=(100,), **SMALL)
+    table = torch.nn.functional.pad(problem.tables, (0, 100), value=-1)
+    same_bits(problem.run("triton"), problem.replace(tables=table).run("triton"))
+
+
+def right_guards():
+    problem = make("gqa", contexts=(40,), **SMALL)
+    problem.tables[0, 1] = problem.k.shape[0]
+    with interpreter.only_reads(*problem.inputs()):
+        problem.run("triton")
+
+
+def right_bits():
+    tree = make("gqa", contexts=(126,), **SMALL | dict(num_nodes=6, shape="chain"))
+    alone, _ = decoded(tree, 5, [0, 1, 2, 3, 4, 5]).run("triton")
+    assert_same_bits(alone[0, 0], tree.run("triton")[0][0, 5])
+
+
+# What is broken: the line, what becomes of it, and the check that must see it.
+MUTANTS = {
+    "the window begins a key late": (
+        "first = tl.maximum(context + path_length - window, 0)",
+        "first = tl.maximum(context + path_length - window + 1, 0)",
+        lambda: right_values(window=20),
+    ),
+    "a row does not see itself": (
+        "tl.minimum(end, capacity), 0)",
+        "tl.minimum(end, capacity) - 1, 0)",
+        right_values,
+    ),
+    "the wrong bit is selected": (
+        "(counts[None, :] <= ranks[:, None])",
+        "(counts[None, :] < ranks[:, None])",
+        right_values,
+    ),
+    "the merge leaves out a split": (
+        "(end + (1 << shift) - 1) >> shift, 0)",
+        "(end - 1) >> shift, 0)",
+        right_values,
+    ),
+    "sums are not rescaled": (
+        "total = total * keep + tl.sum(weight, 1)",
+        "total = total + tl.sum(weight, 1)",
+        right_values,
+    ),
+    "the merge does not rescale": (
+        "weight = tl.exp2((tops - base) * LOG2E)",
+        "weight = tl.exp2((tops - tops) * LOG2E)",
+        right_values,
+    ),
+    "sinks do not count": (
+        "total = total * keep + tl.exp2((sink - shift) * LOG2E)",
+        "total = total * keep",
+        lambda: right_values(with_sinks=True),
+    ),
+    "values take the scale of keys": (
+        "acc = acc * tl.load(v_scale + kv_head * stride_v_scale)",
+        "acc = acc * tl.load(k_scale + kv_head * stride_k_scale)",
+        lambda: right_values(cache_dtype=FP8),
+    ),
+    "a shard holds another's run": (
+        "tl.where(mine > shard_index, shard_run, rest)",
+        "tl.where(mine >= shard_index, shard_run, rest)",
+        lambda: right_values(shard=ContextShard(0, 2, 16)),
+    ),
+    "every node reads the prefix": (
+        "    shared_end = length >> shift",
+        "    shared_end = length * 0",
+        right_reads,
+    ),
+    "the prefix's end is shared, and tree rows lost": (
+        "    shared_end = length >> shift",
+        "    shared_end = (length + below) >> shift",
+        right_values,
+    ),
+    "the split depends on the capacity": (
+        "0) - _LOG_MAX_SPLITS, _LOG_KEY_BLOCK)",
+        "0) - _LOG_MAX_SPLITS, _LOG_KEY_BLOCK + tl.where(capacity > 200, 1, 0))",
+        right_in_a_wide_table,
+    ),
+    "splits begin where the tree does": (
+        "begin = tl.maximum(begin, split << shift)",
+        "begin = tl.maximum(begin, (split << shift) + tl.where(is_tile, 0, 1))",
+        right_bits,
+    ),
+    "pages beyond the cache are read": (
+        "(page >= 0) & (page < num_pages)",
+        "(page >= 0)",
+        right_guards,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_seen(name, interpreted, tmp_path, monkeypatch):
+    line, changed, seen_by = MUTANTS[name]
+    seen_by()
+    source = Path(kernels.__file__).read_text()
+    assert source.count(line) == 1, f"{line!r} occurs {source.count(line)} times"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(line, changed))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mutant", mutant)  # where the interpreter finds the source
+    spec.loader.exec_module(mutant)
+    monkeypatch.setattr(_library, "triton_kernel", lambda op: getattr(mutant, f"{op}_triton"))
+    with pytest.raises((AssertionError, triton.runtime.errors.InterpreterError)):
+        seen_by()
+
+
+# -------------------------------------------------------------------------------------- binding
+
+
+def run_python(code, **env):
+    folders = (str(Path(__file__).parents[2]), str(Path(__file__).parents[1]))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | env
+    env = {k: v for k, v in env.items() if v is not None}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_importing_the_package_does_not_import_triton():
+    code = "import sys, spec_kernels; print([m for m in sys.modules if 'triton' in m])"
+    loaded = eval(run_python(code))
+    assert not [m for m in loaded if m == "triton" or m.startswith("spec_kernels.")]
+
+
+def test_cpu_tensors_need_the_interpreter():
+    code = (
+        "from spec_kernels.testing.attention_cases import make\n"
+        "try:\n    make().run('triton')\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    message = run_python(code, TRITON_INTERPRET=None)
+    assert "tree_attention: backend: expected tensors on cuda" in message
+    assert "TRITON_INTERPRET=1" in message
+
+
+def test_cuda_tensors_go_to_triton_where_no_kernel_is_compiled():
+    code = (
+        "import torch\n"
+        "torch.version.cuda = torch.version.cuda or '12.8'\n"  # as a build with CUDA has it
+        "from spec_kernels import _library, info\n"
+        "row = info.collect()['ops']\n"
+        "for op in ('tree_attention', 'tree_attention_mla', 'merge_states'):\n"
+        "    key = torch._C._dispatch_has_kernel_for_dispatch_key('spec_kernels::' + op, 'CUDA')\n"
+        "    print(key, _library.has_kernel(op, 'cuda'), row[op]['cuda_tensors'])"
+    )
+    lines = run_python(code).splitlines()
+    expected = "True True cuda" if _library.has_kernel("merge_states", "cuda") else None
+    assert lines[2] == (expected or "True False triton")
+    assert set(lines[:2]) <= {"True False triton", "True True cuda"}
+
+
+@FORMS
+def test_opcheck(form, interpreted):
+    """The op as the dispatcher runs it with this kernel: schema, fake, and a full graph."""
+    name = "tree_attention" if form == "gqa" else "tree_attention_mla"
+    namespace = f"spec_kernels_triton_{form}"
+    library = _library.define_schemas(namespace)
+    library.impl(name, _library.triton_kernel(name), "CPU")
+    op = getattr(getattr(torch.ops, namespace), name).default
+    problem = make(form, contexts=(40, 3), heads=2, kv_heads=1, with_sinks=True)
+    problem.k = problem.k.nan_to_num()
+    problem.v = problem.k[..., :32] if form == "mla" else problem.v.nan_to_num()
+    args = problem.args()
+    torch.library.opcheck(op, (*args[:-2], *(t.zero_() for t in args[-2:])))
+    out, lse = problem.outputs()
+    compiled = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")
+    compiled(*args[:-2], out, lse)
+    same_bits((out, lse), problem.run("triton"))

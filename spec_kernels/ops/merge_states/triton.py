@@ -105,4 +105,5 @@ def merge_states_triton(outs, lses, out, lse) -> None:
             ROWS=_ROWS,
             BLOCK_D=block,
             num_warps=4,
+            enable_fp_fusion=False,
         )

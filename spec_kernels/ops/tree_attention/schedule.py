@@ -16,6 +16,8 @@ from spec_kernels.ops.tree_attention.splits import (
     attention_split_size,
 )
 
+# Positions are 32-bit in the kernels, with room for a path behind them.
+MAX_POSITION = (1 << 31) - (1 << 12)
 # Splits that the merge takes at once, aligned, in ascending order.
 MERGE_BLOCK = 8
 # Columns of a program of the merge.
@@ -38,19 +40,27 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length()) if dim else 0
 
 
-def attention_tile(
-    k_dim: int, v_dim: int, rope_dim: int, itemsize: int, fp8: bool, latent: bool, arch: int
-) -> Tile:
+def attention_tile(k_dim: int, v_dim: int, itemsize: int, fp8: bool, arch: int) -> Tile:
     """The tile for a shape on ``arch`` (80, 90, 120): never by the number of rows, nodes or keys,
     so that a row is computed the same way in any company.
+
+    Chosen by what compiles without spills, within 99 KiB of shared memory and the registers of two
+    (wide heads: one) programs on a multiprocessor; ``tests/ops/test_tree_attention_budgets.py``
+    holds the table. Nothing here was timed. An fp8 tile is converted in registers, so more stages
+    than one would hold it twice.
     """
-    if latent and padded(k_dim) > 256:
-        return Tile(16, 16, 8, 1, 1) if itemsize == 4 else Tile(32, 32, 8, 1 if fp8 else 2, 1)
+    wide = padded(max(k_dim, v_dim))
     if itemsize == 4:
-        return Tile(16, 16, 4, 1, 2)
-    if padded(max(k_dim, v_dim)) > 128:
+        return Tile(16, 16, 8, 1, 1)
+    if wide > 256 and arch < 89:
+        return Tile(16, 16, 8, 1, 1) if fp8 else Tile(32, 16, 8, 2, 1)
+    if wide > 256:
+        return Tile(32, 16, 8, 1, 1) if fp8 else Tile(32, 32, 8, 2, 1)
+    if wide > 128:
         return Tile(32, 32, 8, 1 if fp8 else 2, 1)
-    return Tile(32, 32, 4, 1 if fp8 else 2, 2)
+    if fp8:
+        return Tile(32, 32, 4, 1, 2)
+    return Tile(32, 64 if wide <= 64 else 32, 4, 2, 2)
 
 
 def max_splits(capacity: int, num_words: int) -> int:
@@ -83,7 +93,7 @@ class Plan:
 def plan(context: int, capacity: int, num_words: int, window: int = 0, shard=None) -> Plan | None:
     """The plan of a request, or None where its length is impossible."""
     shard = shard or WHOLE
-    if context < 0 or shard.local_length(context) > capacity:
+    if not 0 <= context <= MAX_POSITION or shard.local_length(context) > capacity:
         return None
     length, max_path = shard.local_length(context), 32 * num_words
     size = attention_split_size(length)

@@ -32,6 +32,7 @@ import triton.language as tl
 
 from spec_kernels.ops.tree_attention.reference import check_values, unpack_ancestors
 from spec_kernels.ops.tree_attention.schedule import (
+    MAX_POSITION,
     MERGE_BLOCK,
     MERGE_COLUMNS,
     attention_tile,
@@ -50,11 +51,11 @@ from spec_kernels.ops.triton_common import (
     round_to,
 )
 
-# Positions are 32-bit in the kernels; a table may be a view that repeats for ever.
-_MAX_CAPACITY = (1 << 31) - (1 << 12)
 # Requests whose items a program counts at once.
 _BLOCK_BATCH = 128
+MERGE_WARPS = 4
 
+_MAX_POSITION = tl.constexpr(MAX_POSITION)
 # The split rule in logarithms: sizes grow with the splits up to MAX_SPLITS, then alone.
 _LOG_KEY_BLOCK = tl.constexpr(KEY_BLOCK.bit_length() - 1)
 _LOG_MAX_SPLITS = tl.constexpr(MAX_SPLITS.bit_length() - 1)
@@ -73,69 +74,39 @@ def _tanh(x):
 
 
 @triton.jit
-def _bit_sums(word):
-    """Set bits of every aligned 2, 4, 8 and 16 bits of ``word``, in place."""
-    twos = (word & 0x55555555) + ((word >> 1) & 0x55555555)
-    fours = (twos & 0x33333333) + ((twos >> 2) & 0x33333333)
-    eights = (fours & 0x0F0F0F0F) + ((fours >> 4) & 0x0F0F0F0F)
-    return twos, fours, eights, (eights & 0x00FF00FF) + ((eights >> 8) & 0x00FF00FF)
-
-
-@triton.jit
 def _popcount(word):
-    _, _, _, halves = _bit_sums(word.to(tl.uint32, bitcast=True))
-    return ((halves & 0xFFFF) + (halves >> 16)).to(tl.int32)
-
-
-@triton.jit
-def _nth_bit(word, rank):
-    """Place of the set bit of ``word`` that has ``rank`` set bits below it."""
     word = word.to(tl.uint32, bitcast=True)
-    twos, fours, eights, halves = _bit_sums(word)
-    place = rank * 0
-    for i in tl.static_range(5):
-        # Set bits in the lower half of the 32, 16, 8, 4, 2 bits at ``place``.
-        if i == 0:
-            low = (halves & 0xFFFF).to(tl.int32)
-        elif i == 1:
-            low = ((eights >> place) & 0xFF).to(tl.int32)
-        elif i == 2:
-            low = ((fours >> place) & 0xF).to(tl.int32)
-        elif i == 3:
-            low = ((twos >> place) & 0x3).to(tl.int32)
-        else:
-            low = ((word >> place) & 0x1).to(tl.int32)
-        above = rank >= low
-        rank = tl.where(above, rank - low, rank)
-        place = tl.where(above, place + (16 >> i), place)
-    return place
+    word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
+    word = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF)
+    return ((word & 0xFFFF) + (word >> 16)).to(tl.int32)
 
 
 @triton.jit
 def _path_slots(words, stride_w, num_words, ranks):
-    """Tree rows with ``ranks`` set bits below them among the node's words; 0 where none is."""
-    before = 0
-    word_of = ranks * 0
-    rank_in = ranks * 0
-    base = ranks * 0
+    """Tree rows of the set bits that have ``ranks`` set bits below them: so many rows have at most
+    that many set bits up to and with themselves.
+    """
+    lane = tl.arange(0, 32)
+    num_before = 0
+    slots = ranks * 0
     for w in range(num_words):
-        word = tl.load(words + w * stride_w)
-        after = before + _popcount(word)
-        here = (ranks >= before) & (ranks < after)
-        word_of = tl.where(here, word, word_of)
-        rank_in = tl.where(here, ranks - before, rank_in)
-        base = tl.where(here, w * 32, base)
-        before = after
-    return base + _nth_bit(word_of, rank_in)
+        bits = (tl.load(words + w * stride_w) >> lane) & 1
+        counts = num_before + tl.cumsum(bits, 0)
+        slots += tl.sum((counts[None, :] <= ranks[:, None]).to(tl.int32), 1)
+        num_before += tl.sum(bits, 0)
+    return slots
 
 
 @triton.jit
 def _shard_length(length, shard_index, num_shards, shard_run):
-    """How many of the first ``length`` positions live on the shard."""
-    shard_run = shard_run.to(tl.int64)
-    period = shard_run * num_shards
-    rest = length % period - shard_run * shard_index
-    return length // period * shard_run + tl.minimum(tl.maximum(rest, 0), shard_run)
+    """``ContextShard.local_length`` without products that could pass 32 bits."""
+    run = length // shard_run
+    mine = run % num_shards
+    rest = tl.where(mine == shard_index, length % shard_run, 0)
+    rest = tl.where(mine > shard_index, shard_run, rest)
+    return run // num_shards * shard_run + rest
 
 
 @triton.jit
@@ -155,11 +126,12 @@ def _length(context, capacity, shard_index, num_shards, shard_run, SHARDED: tl.c
 
     A request whose length is impossible is absent: its lengths come back as -1 and 0.
     """
-    context = context.to(tl.int64)
+    sound = (context >= 0) & (context <= (_MAX_POSITION if SHARDED else capacity))
+    context = tl.where(sound, context, 0).to(tl.int32)
     length = _local(context, context, shard_index, num_shards, shard_run, SHARDED)
-    sound = (context >= 0) & (length >= 0) & (length <= capacity)
+    sound = sound & (length <= capacity)
     context = tl.where(sound, context, -1)
-    length = tl.where(sound, length, 0).to(tl.int32)
+    length = tl.where(sound, length, 0)
     # ceil(log2(length)) from the exponent of length - 1, which fp64 holds exactly.
     exponent = ((length - 1).to(tl.float64).to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1022
     shift = tl.maximum(tl.where(length > 1, exponent, 0) - _LOG_MAX_SPLITS, _LOG_KEY_BLOCK)
@@ -189,7 +161,7 @@ def _plan(
     """
     below = (1 << shift) - 1
     shared_end = length >> shift
-    end = (tl.minimum(length.to(tl.int64) + max_path, capacity).to(tl.int32) + below) >> shift
+    end = (tl.minimum(length + max_path, capacity) + below) >> shift
     if SHARDED:
         all_of_prefix = (length + below) >> shift
         shared_end = tl.where(shard_index == 0, shared_end, all_of_prefix)
@@ -204,8 +176,8 @@ def _plan(
         high = tl.maximum(known + max_path - window, 0)
         low = _local(low, known, shard_index, num_shards, shard_run, SHARDED)
         high = _local(high, known, shard_index, num_shards, shard_run, SHARDED)
-        first = tl.minimum((low >> shift).to(tl.int32), shared_end)
-        shared_begin = ((high + below) >> shift).to(tl.int32)
+        first = tl.minimum(low >> shift, shared_end)
+        shared_begin = (high + below) >> shift
         shared_begin = tl.minimum(tl.maximum(shared_begin, first), shared_end)
     if DIRECT:
         # Without a merge an item must stand for every row, be it to say that it sees nothing.
@@ -254,7 +226,7 @@ def _visible_range(
     WINDOW: tl.constexpr,
 ):
     """Positions ``[begin, end)`` that a node sees of its path."""
-    end = length.to(tl.int64)
+    end = length
     if SHARDED:
         end += tl.where(shard_index == 0, path_length, 0)
     else:
@@ -264,7 +236,7 @@ def _visible_range(
         first = tl.maximum(context + path_length - window, 0)
         begin = _local(first, context, shard_index, num_shards, shard_run, SHARDED)
     end = tl.where(path_length > 0, tl.minimum(end, capacity), 0)
-    return begin.to(tl.int32), end.to(tl.int32)
+    return begin, end
 
 
 @triton.jit
@@ -687,6 +659,46 @@ def merge_kernel(
 # ------------------------------------------------------------------------------------- launching
 
 
+def split_constants(
+    *, page, k_dim, v_dim, rope_dim, num_words, tile, latent, fp8, capped, sinks, window, sharded,
+    direct,
+) -> dict[str, object]:  # fmt: skip
+    """What ``split_kernel`` is compiled for."""
+    return dict(
+        PAGE=page,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        ROPE_DIM=rope_dim,
+        BLOCK_K=padded(k_dim),
+        BLOCK_V=padded(v_dim),
+        BLOCK_ROPE=padded(rope_dim),
+        BLOCK_W=triton.next_power_of_2(num_words),
+        BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.keys,
+        BLOCK_BATCH=_BLOCK_BATCH,
+        MLA=latent,
+        FP8=fp8,
+        HAS_CAP=capped,
+        HAS_SINKS=sinks,
+        WINDOW=window,
+        SHARDED=sharded,
+        DIRECT=direct,
+    )
+
+
+def merge_constants(*, v_dim, num_words, sinks, window, sharded) -> dict[str, object]:
+    """What ``merge_kernel`` is compiled for."""
+    return dict(
+        V_DIM=v_dim,
+        BLOCK_V=min(padded(v_dim), MERGE_COLUMNS),
+        BLOCK_W=triton.next_power_of_2(num_words),
+        MERGE_BLOCK=MERGE_BLOCK,
+        HAS_SINKS=sinks,
+        WINDOW=window,
+        SHARDED=sharded,
+    )
+
+
 def _launch(
     op, q, q_rope, k_cache, v_cache, block_tables, context_lens, ancestors, k_scale, v_scale,
     sinks, scale, logit_cap, window, shard_index, num_shards, shard_run, out, lse, latent,
@@ -704,7 +716,7 @@ def _launch(
         shard = ContextShard(shard_index, num_shards, shard_run)
         bits = unpack_ancestors(ancestors)
         check_values(op, num_pages, page, block_tables, context_lens, bits, window, shard)
-    capacity = min(block_tables.shape[1] * page, _MAX_CAPACITY)
+    capacity = min(block_tables.shape[1] * page, MAX_POSITION)
     if num_words == 0 or capacity == 0 or num_pages == 0 or num_kv_heads == 0:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -712,7 +724,7 @@ def _launch(
     arch, num_sms = device_facts(q.device)
     rope_dim = 0 if q_rope is None else q_rope.shape[3]
     fp8 = fp8_conversion(k_cache.dtype, arch)
-    tile = attention_tile(k_dim, v_dim, rope_dim, q.element_size(), bool(fp8), latent, arch)
+    tile = attention_tile(k_dim, v_dim, q.element_size(), bool(fp8), arch)
     num_splits = max_splits(capacity, num_words)
     direct = num_splits == 1
     num_rows = num_requests * num_nodes * num_heads
@@ -730,8 +742,24 @@ def _launch(
         q_rope = q
     # One scale for all heads is a view of stride 0.
     scale_strides = (k_scale.stride(0), v_scale.stride(0)) if fp8 else (0, 0)
-    flags = dict(HAS_SINKS=has_sinks, WINDOW=window > 0, SHARDED=num_shards > 1)
-    block_w = triton.next_power_of_2(num_words)
+    features = dict(
+        v_dim=v_dim,
+        num_words=num_words,
+        sinks=has_sinks,
+        window=window > 0,
+        sharded=num_shards > 1,
+    )
+    constants = split_constants(
+        page=page,
+        k_dim=k_dim,
+        rope_dim=rope_dim,
+        tile=tile,
+        latent=latent,
+        fp8=fp8,
+        capped=logit_cap > 0,
+        direct=direct,
+        **features,
+    )
     split_kernel[(num_sms * tile.programs_per_sm,)](
         q,
         q_rope,
@@ -749,10 +777,10 @@ def _launch(
         lse,
         scale,
         logit_cap,
-        window,
+        min(window, MAX_POSITION),
         shard_index,
         num_shards,
-        shard_run,
+        min(shard_run, MAX_POSITION),
         num_requests,
         num_nodes,
         num_words,
@@ -772,29 +800,15 @@ def _launch(
         *lse.stride(),
         *scale_strides,
         sinks.stride(0),
-        PAGE=page,
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        ROPE_DIM=rope_dim,
-        BLOCK_K=padded(k_dim),
-        BLOCK_V=padded(v_dim),
-        BLOCK_ROPE=padded(rope_dim),
-        BLOCK_W=block_w,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_KEYS=tile.keys,
-        BLOCK_BATCH=_BLOCK_BATCH,
-        MLA=latent,
-        FP8=fp8,
-        HAS_CAP=logit_cap > 0,
-        DIRECT=direct,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **flags,
+        enable_fp_fusion=False,
+        **constants,
     )
     if direct:
         return
-    block_v = min(padded(v_dim), MERGE_COLUMNS)
-    merge_kernel[(num_rows, triton.cdiv(v_dim, block_v))](
+    constants = merge_constants(**features)
+    merge_kernel[(num_rows, triton.cdiv(v_dim, constants["BLOCK_V"]))](
         values,
         sums,
         context_lens,
@@ -802,10 +816,10 @@ def _launch(
         sinks,
         out,
         lse,
-        window,
+        min(window, MAX_POSITION),
         shard_index,
         num_shards,
-        shard_run,
+        min(shard_run, MAX_POSITION),
         num_nodes,
         num_words,
         num_heads // num_kv_heads,
@@ -817,12 +831,9 @@ def _launch(
         *out.stride()[:3],
         *lse.stride(),
         sinks.stride(0),
-        V_DIM=v_dim,
-        BLOCK_V=block_v,
-        BLOCK_W=block_w,
-        MERGE_BLOCK=MERGE_BLOCK,
-        num_warps=4,
-        **flags,
+        num_warps=MERGE_WARPS,
+        enable_fp_fusion=False,
+        **constants,
     )
 
 
