@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,3 +235,35 @@ def test_triton_wants_tensors_that_have_values():
     outs, lses = torch.ones(2, 1, 1, 1, 4, device="meta"), torch.ones(2, 1, 1, 1, device="meta")
     with pytest.raises(ValueError, match="backend: expected tensors on cuda .*, got meta"):
         merge_states(outs, lses, backend="triton")
+
+
+def build(element, dim, arch):
+    """Registers and so on of one build; for a process that has not chosen the interpreter."""
+    kernels = importlib.import_module("spec_kernels.ops.merge_states.triton")
+    kernel = kernels.merge_states_kernel
+    constants = {"DIM": dim, "ROWS": kernels._ROWS, "BLOCK_D": kernels._BLOCK_D}
+    types = {"outs": f"*{element}", "lses": "*fp32", "out": f"*{element}", "lse": "*fp32"}
+    divisible = [*types]
+    types |= {n: "i32" for n in kernel.arg_names if n not in types and n not in constants}
+    compile_kernel = importlib.import_module("triton_budgets").compile_kernel
+    return compile_kernel(kernel, types, constants, divisible, arch, 4, 3, enable_fp_fusion=False)
+
+
+def test_triton_builds_within_its_budget():
+    pytest.importorskip("triton")
+    here = Path(__file__).resolve().parent
+    folders = (here.parents[1], here.parent, here)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    env.pop("TRITON_INTERPRET", None)
+    code = (
+        "import json, test_merge_states as t\n"
+        "kinds = [(e, d, a) for e in ('bf16', 'fp32') for d in (512, 576) for a in (80, 90, 120)]\n"
+        "print(json.dumps([[*k, t.build(*k)] for k in kinds]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 12
+    for *kind, usage in found:
+        assert usage["spills"] == 0, (kind, usage)
+        assert usage["registers"] <= 128 and usage["shared"] <= 1024, (kind, usage)
