@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -388,8 +389,11 @@ Call common_call(const char* op, const char* k_name, const Tensor& q, const Tens
   check_shape(op, "ancestors", ancestors, {num_batch, num_rows, -1});
   SK_CHECK(ancestors.size(2) <= kMaxWords, op, "ancestors", "at most 32 words a row",
            ancestors.size(2));
-  SK_CHECK(std::isfinite(options.scale), op, "scale", "a finite number", options.scale);
-  SK_CHECK(std::isfinite(options.logit_cap), op, "logit_cap", "a finite number", options.logit_cap);
+  // In fp32, in which scores are: a cap that became 0 there would be none.
+  SK_CHECK(std::abs(options.scale) <= FLT_MAX, op, "scale", "a finite float32", options.scale);
+  SK_CHECK(std::abs(options.logit_cap) <= FLT_MAX &&
+               !(0 < options.logit_cap && options.logit_cap < FLT_MIN),
+           op, "logit_cap", "a finite float32, normal if positive", options.logit_cap);
   if (options.sinks) {
     check_same_device(op, "sinks", *options.sinks, q);
     check_dtype(op, "sinks", *options.sinks, ScalarType::Float);

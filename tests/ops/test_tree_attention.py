@@ -964,8 +964,10 @@ def bad_inputs():
     yield "ancestors", lambda p: dict(ancestors=p.ancestors[:, :-1])
     yield "ancestors", lambda p: dict(ancestors=p.ancestors.long())
     yield "ancestors", lambda p: dict(ancestors=p.ancestors.repeat(1, 1, 33))
-    yield "scale", lambda p: dict(scale=math.nan)
-    yield "logit_cap", lambda p: dict(logit_cap=math.inf)
+    for scale in (math.nan, math.inf, 1e39, -1e300):  # the last two: not in fp32
+        yield "scale", lambda p, x=scale: dict(scale=x)
+    for cap in (math.nan, -math.inf, 1e39, 1e-46, 1e-300):
+        yield "logit_cap", lambda p, x=cap: dict(logit_cap=x)
     yield "k_scale", lambda p: dict(k=p.k.to(FP8), v=p.v.to(FP8), v_scale=torch.ones(2))
     yield "v_scale", lambda p: dict(k=p.k.to(FP8), v=p.v.to(FP8), k_scale=torch.ones(2))
     yield "k_scale", lambda p: fp8_with(p, torch.ones(3))

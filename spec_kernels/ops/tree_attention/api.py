@@ -10,7 +10,6 @@ from spec_kernels.ops.common import (
     FP8,
     INTEGERS,
     check_cache_scale,
-    check_finite,
     check_last_dim,
     check_no_overlap,
     check_tensor,
@@ -26,6 +25,7 @@ from spec_kernels.ops.tree_attention.shards import WHOLE, ContextShard
 _MAX_WORDS = 32
 _WORD = (torch.int32,)
 _F32 = (torch.float32,)
+_FLOAT32 = torch.finfo(torch.float32)
 _HAS_CPU_KERNEL = _library.has_kernel("tree_attention", "cpu")
 
 
@@ -70,8 +70,11 @@ def _check_common(
     check_tensor(op, "ancestors", ancestors, (num_batch, num_rows, None), _WORD, device)
     if ancestors.shape[2] > _MAX_WORDS:
         fail(op, "ancestors", f"at most {_MAX_WORDS} words a row", ancestors.shape[2])
-    check_finite(op, "scale", scale)
-    check_finite(op, "logit_cap", logit_cap)
+    # In fp32, in which scores are: a cap that became 0 there would be none.
+    if not -_FLOAT32.max <= scale <= _FLOAT32.max:
+        fail(op, "scale", "a finite float32", scale)
+    if not -_FLOAT32.max <= logit_cap <= _FLOAT32.max or 0 < logit_cap < _FLOAT32.tiny:
+        fail(op, "logit_cap", "a finite float32, normal if positive", logit_cap)
     if sinks is not None:
         check_tensor(op, "sinks", sinks, (q.shape[2],), _F32, device)
     shard = WHOLE if shard is None else shard
