@@ -19,17 +19,15 @@ from cuda_on_host import host_build
 from spec_kernels import _library
 from spec_kernels.testing import on_device
 
-# Without a device Triton's kernels run in its interpreter; it reads this when it is first imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 # What runs the same kernels without a GPU, and on one.
 ON_DEVICE = {"cuda_on_host": "cuda_on_device", "triton": "triton_on_device"}
 _num_deselected = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
+    # Triton reads it when it is first imported: a process interprets, or compiles for a device.
+    if on_device.missing() or config.option.markexpr != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
@@ -65,7 +63,7 @@ def backend(request):
     if request.param == "triton":
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("compiled for the device here: runs as triton_on_device")
+            pytest.skip("Triton compiles in this process")
         importlib.import_module("spec_kernels.testing.interpreter").speed_up()
     if request.param == "cuda_on_host":
         if host_build.missing():
@@ -77,6 +75,8 @@ def backend(request):
             pytest.skip(f"_C_cuda: {_library.LIBRARIES['cuda'].reason}")
         if request.param == "triton_on_device":
             pytest.importorskip("triton")
+            if os.environ.get("TRITON_INTERPRET") == "1":
+                pytest.skip("Triton interprets in this process; pytest -m gpu compiles")
     return request.param
 
 
