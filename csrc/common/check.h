@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -306,5 +308,27 @@ struct MutableIntMatrix {
     data.set(b * row + i * column, value);
   }
 };
+
+inline const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+
+// Exactly an fp8 cache has scales: [num], positive and finite.
+inline void check_cache_scale(const char* op, const char* name, const std::optional<Tensor>& scale,
+                              const Tensor& cache, int64_t num) {
+  if (cache.scalar_type() != ScalarType::Float8_e4m3fn) {
+    SK_CHECK(!scale, op, name, "None for a cache that is not float8_e4m3fn", "a tensor");
+    return;
+  }
+  SK_CHECK(scale, op, name, "a tensor for a cache of float8_e4m3fn", "None");
+  check_cpu(op, name, *scale);
+  check_dtype(op, name, *scale, ScalarType::Float);
+  check_shape(op, name, *scale, {num});
+  const float* values = static_cast<const float*>(scale->data_ptr());
+  for (int64_t i = 0; i < num; ++i) {
+    const float value = values[i * scale->stride(0)];
+    SK_CHECK(std::isfinite(value) && value > 0.0f, op,
+             (std::string(name) + "[" + std::to_string(i) + "]").c_str(),
+             "a positive finite number", value);
+  }
+}
 
 }  // namespace spec_kernels

@@ -68,25 +68,6 @@ void check_places(const char* op, const PlaceTensors& p, int64_t batch, int64_t 
   if (p.cache_lens) check_index(op, "cache_lens", *p.cache_lens, {batch});
 }
 
-// Exactly an fp8 cache has scales, all of them positive and finite.
-void check_scale(const char* op, const char* name, const std::optional<Tensor>& scale,
-                 const Tensor& cache, int64_t num) {
-  if (cache.scalar_type() != ScalarType::Float8_e4m3fn) {
-    SK_CHECK(!scale, op, name, "None for a cache that is not float8_e4m3fn", "a tensor");
-    return;
-  }
-  SK_CHECK(scale, op, name, "a scale for a float8_e4m3fn cache", "None");
-  check_cpu(op, name, *scale);
-  check_dtype(op, name, *scale, ScalarType::Float);
-  check_shape(op, name, *scale, {num});
-  const float* values = static_cast<const float*>(scale->data_ptr());
-  for (int64_t i = 0; i < num; ++i) {
-    const float value = values[i * scale->stride(0)];
-    SK_CHECK(std::isfinite(value) && value > 0.0f, op, indexed(name, i).c_str(),
-             "a positive finite number", value);
-  }
-}
-
 // The present rows; every value that they lead to is checked before anything is written.
 std::vector<RopeRow> find_rows(const char* op, const PlaceTensors& p, const char* cache_name,
                                const Tensor& cache) {
@@ -172,8 +153,6 @@ void run(RopeAppendArgs& args, const PlaceTensors& p, bool interleaved, ScalarTy
                               });
 }
 
-const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
-
 // Each element is read before it is written, so queries may be rotated in place.
 const Tensor* unless_same(const Tensor& q, const Tensor& q_out) {
   return Footprint(q).same_as(Footprint(q_out)) ? nullptr : &q;
@@ -197,8 +176,8 @@ void rope_append(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor depths,
   check_operand(kOp, "q_out", q_out, dtype, {batch, num_rows, q.size(2), k_dim});
   const PlaceTensors places{cos_sin, depths, slots, context_lens, cache_lens, block_tables};
   check_places(kOp, places, batch, num_rows, k_dim);
-  check_scale(kOp, "k_scale", k_scale, k_cache, kv_heads);
-  check_scale(kOp, "v_scale", v_scale, v_cache, kv_heads);
+  check_cache_scale(kOp, "k_scale", k_scale, k_cache, kv_heads);
+  check_cache_scale(kOp, "v_scale", v_scale, v_cache, kv_heads);
   check_outputs_apart(kOp, {{"q_out", &q_out}, {"k_cache", &k_cache}, {"v_cache", &v_cache}},
                       {{"q", unless_same(q, q_out)},
                        {"k", &k},
@@ -239,7 +218,7 @@ void rope_append_mla(Tensor q_rope, Tensor latent, Tensor k_rope, std::optional<
   check_operand(kOp, "q_out", q_out, dtype, {batch, num_rows, q_rope.size(2), rope});
   const PlaceTensors places{cos_sin, depths, slots, context_lens, cache_lens, block_tables};
   check_places(kOp, places, batch, num_rows, rope);
-  check_scale(kOp, "cache_scale", cache_scale, cache, 1);
+  check_cache_scale(kOp, "cache_scale", cache_scale, cache, 1);
   check_outputs_apart(kOp, {{"q_out", &q_out}, {"cache", &cache}},
                       {{"q_rope", unless_same(q_rope, q_out)},
                        {"latent", &latent},

@@ -348,22 +348,14 @@ void check_cache(const char* op, const char* name, const Tensor& t, const Tensor
            torch::headeronly::toString(s));
 }
 
-// [num] factors of what `cache` holds, which only fp8 has; returns null for the others.
-const float* check_scale(const char* op, const char* name, const std::optional<Tensor>& scale,
-                         const Tensor& cache, int64_t num, int64_t* stride) {
-  const bool wanted = cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  SK_CHECK(wanted == scale.has_value(), op, name,
-           wanted ? "a tensor for a cache of Float8_e4m3fn" : "None for a cache of its dtype",
-           wanted ? "None" : "a tensor");
+// The factors of an fp8 cache; null for the others.
+const float* cache_scale_of(const char* op, const char* name, const std::optional<Tensor>& scale,
+                            const Tensor& cache, int64_t num, int64_t* stride) {
+  check_cache_scale(op, name, scale, cache, num);
   if (!scale) return nullptr;
-  check_same_device(op, name, *scale, cache);
-  check_dtype(op, name, *scale, ScalarType::Float);
-  check_shape(op, name, *scale, {num});
   *stride = scale->stride(0);
   return static_cast<const float*>(scale->data_ptr());
 }
-
-const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
 
 // The checks that both forms share. `q` gives the rows and heads; k_cache is [P, page, Hkv, Dk] or
 // [P, page, Dk].
@@ -477,8 +469,8 @@ void tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table
   Call c = common_call(kOp, "k_cache", q, k_cache, k_dim, v_cache.size(3), num_kv_heads,
                        block_tables, context_lens, ancestors, options, out, lse);
   TreeAttentionArgs& a = c.args;
-  a.k_scale = check_scale(kOp, "k_scale", k_scale, k_cache, num_kv_heads, &a.k_scale_stride);
-  a.v_scale = check_scale(kOp, "v_scale", v_scale, v_cache, num_kv_heads, &a.v_scale_stride);
+  a.k_scale = cache_scale_of(kOp, "k_scale", k_scale, k_cache, num_kv_heads, &a.k_scale_stride);
+  a.v_scale = cache_scale_of(kOp, "v_scale", v_scale, v_cache, num_kv_heads, &a.v_scale_stride);
   a.q[0] = q.data_ptr();
   a.q_dim[0] = k_dim;
   set_strides(q, a.q_stride[0]);
@@ -519,7 +511,8 @@ void tree_attention_mla(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor blo
   Call c = common_call(kOp, "cache", q_latent, cache, k_dim, rank, 1, block_tables, context_lens,
                        ancestors, options, out, lse);
   TreeAttentionArgs& a = c.args;
-  a.k_scale = a.v_scale = check_scale(kOp, "cache_scale", cache_scale, cache, 1, &a.k_scale_stride);
+  a.k_scale = a.v_scale =
+      cache_scale_of(kOp, "cache_scale", cache_scale, cache, 1, &a.k_scale_stride);
   const Tensor* pieces[2] = {&q_latent, &q_rope};
   for (int i = 0; i < 2; ++i) {
     a.q[i] = pieces[i]->data_ptr();

@@ -80,6 +80,15 @@ def check_cache_scale(op: str, name: str, scale, cache: torch.Tensor, num: int):
     return scale
 
 
+def check_scale_values(op: str, scales: dict[str, torch.Tensor | None]) -> None:
+    """For the references; waits for the device."""
+    for name, scale in scales.items():
+        wrong = [] if scale is None else (~(scale.isfinite() & (scale > 0))).nonzero().flatten()
+        if len(wrong):
+            i = int(wrong[0])
+            fail(op, f"{name}[{i}]", "a positive finite number", float(scale[i]))
+
+
 # Inputs that an output may be, element for element: each is read before it is written.
 _MAY_BE_OUTPUT = {
     "hidden_capture": ("x",),

@@ -725,10 +725,18 @@ def test_bad_scales(backend, value, monkeypatch):
 
 
 def test_requests_may_share_a_place(backend, mla):
-    """Which of them stands there is the caller's matter; nothing is refused."""
+    """Which of them stands there is the caller's matter; nothing is refused, and no other place
+    and no query is touched by it."""
     problem = Problem(mla, context=(7, 7))
+    q_apart, caches_apart = problem.run(backend)
     problem.kwargs["block_tables"][1] = problem.kwargs["block_tables"][0]
-    problem.run(backend)
+    q_out, caches = problem.run(backend)
+    assert_same_bits(q_out, q_apart)
+    theirs = problem.kwargs["block_tables"][0]
+    for cache, apart in zip(caches, caches_apart, strict=True):
+        written, expected = (~c.isnan().flatten(2).any(2) for c in (cache, apart))
+        assert_same_bits(written[theirs], expected[theirs])
+        assert written.sum() == written[theirs].sum() > 0
 
 
 def test_bad_arguments(backend):

@@ -972,6 +972,8 @@ def bad_inputs():
     yield "v_scale", lambda p: dict(k=p.k.to(FP8), v=p.v.to(FP8), k_scale=torch.ones(2))
     yield "k_scale", lambda p: fp8_with(p, torch.ones(3))
     yield "k_scale", lambda p: fp8_with(p, torch.ones(2).double())
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        yield r"k_scale\[1\]", lambda p, wrong=wrong: fp8_with(p, torch.tensor([1.0, wrong]))
     yield "k_scale", lambda p: dict(k_scale=torch.ones(2))
     yield "v_scale", lambda p: dict(v_scale=torch.ones(2))
     yield "v_cache", lambda p: fp8_with(p, torch.ones(2)) | dict(v=p.v)

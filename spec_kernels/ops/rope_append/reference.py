@@ -10,7 +10,7 @@ import os
 import torch
 
 from spec_kernels._library import register_reference
-from spec_kernels.ops.common import fail
+from spec_kernels.ops.common import check_scale_values, fail
 
 _FP8_MAX = 448.0
 
@@ -95,9 +95,7 @@ def check_values(op, cache_name, cache, lookup, scales) -> None:
 
     ``lookup`` is (cos_sin, depths, slots, context_lens, cache_lens, block_tables).
     """
-    for name, scale in scales.items():
-        if scale is not None and (at := _first(~(scale.isfinite() & (scale > 0)))):
-            fail(op, _at(name, at), "a positive finite number", float(scale[at]))
+    check_scale_values(op, scales)
     _places(op, cache_name, cache, lookup, checks=True)
 
 

@@ -7,7 +7,7 @@ import os
 import torch
 
 from spec_kernels._library import register_reference
-from spec_kernels.ops.common import fail
+from spec_kernels.ops.common import check_scale_values, fail
 from spec_kernels.ops.tree_attention.shards import ContextShard
 
 # Tables and pages that are views may repeat for ever; no context is longer.
@@ -49,8 +49,15 @@ def _visibility(bits, context_lens, num_keys, window, shard):
     return visible
 
 
-def check_values(op, num_pages, page, block_tables, context_lens, bits, window, shard) -> int:
+def check_values(
+    op, num_pages, page, block_tables, context_lens, bits, window, shard, k_scale, v_scale
+) -> int:
     """Refuses what the kernel refuses; returns how many rows of the cache are in use."""
+    # A latent cache has one scale, in both places.
+    one = k_scale is v_scale
+    check_scale_values(
+        op, {"cache_scale": k_scale} if one else {"k_scale": k_scale, "v_scale": v_scale}
+    )
     if bool((context_lens < 0).any()):
         b = int((context_lens < 0).nonzero()[0])
         fail(op, f"context_lens[{b}]", ">= 0", int(context_lens[b]))
@@ -127,9 +134,8 @@ def attend(
     bits = unpack_ancestors(ancestors)
     num_keys = block_tables.shape[1] * page
     if q.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
-        num_keys = check_values(
-            op, num_pages, page, block_tables, context_lens, bits, window, shard
-        )
+        rest = (bits, window, shard, k_scale, v_scale)
+        num_keys = check_values(op, num_pages, page, block_tables, context_lens, *rest)
     if num_keys == 0 or num_pages == 0:
         return out, lse
 

@@ -714,8 +714,8 @@ def _launch(
         return
     if os.environ.get("SPEC_KERNELS_CHECK") == "1":
         shard = ContextShard(shard_index, num_shards, shard_run)
-        bits = unpack_ancestors(ancestors)
-        check_values(op, num_pages, page, block_tables, context_lens, bits, window, shard)
+        rest = (unpack_ancestors(ancestors), window, shard, k_scale, v_scale)
+        check_values(op, num_pages, page, block_tables, context_lens, *rest)
     capacity = min(block_tables.shape[1] * page, MAX_POSITION)
     if num_words == 0 or capacity == 0 or num_pages == 0 or num_kv_heads == 0:
         out.zero_()
