@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import math
 import os
 import random
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_a_call_without_rows_reads_no_values,
+    test_a_shard_is_a_context_shard,
     test_bad_input_of_the_latent_form,
     test_bad_outputs,
     test_both_integer_widths,
@@ -38,7 +40,11 @@ from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_case_18_strided_latent_cache,
     test_case_20_branches_over_pages,
     test_case_21_a_chain_inside_a_tree_is_the_chain_alone,
+    test_empty_shards_are_harmless,
     test_entries_nobody_needs_are_not_looked_at,
+    test_every_fp8_key_arrives_exactly,
+    test_every_fp8_value_arrives_exactly,
+    test_extreme_sinks,
     test_fewer_queries_than_tree_rows,
     test_logit_cap,
     test_nan_scores_are_not_taken_for_an_empty_row,
@@ -48,6 +54,8 @@ from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_outputs_are_allocated_when_not_given,
     test_outputs_stand_apart,
     test_scales_may_be_strided,
+    test_shards_of_an_fp8_cache,
+    test_sinks_leave_absent_rows_absent,
     test_sinks_may_be_strided,
 )
 
@@ -71,6 +79,38 @@ from spec_kernels.testing.compare import assert_same_bits
 # ruff: noqa: E402, F811
 
 BACKENDS = ("triton",)
+
+# What is too large for the interpreter, or raises where a device looks at no values: the test here
+# that asks the same.
+ASKED_BY = {
+    "test_a_chain_is_causal_attention": "test_matches_float64",
+    "test_a_shard_matches_float64": "test_shards_merge_to_the_whole",
+    "test_any_page_size": "test_random_problems",
+    "test_any_problem": "test_random_problems",
+    "test_case_15_whole_leaves_outside_the_window": "test_case_15_splits_outside_the_window",
+    "test_case_19_fp8_equals_dequantise_then_attend": (
+        "test_case_19_fp8_caches_are_scaled_once_and_sinks_count"
+    ),
+    "test_endless_tables_hold_no_endless_context": "test_a_request_of_impossible_length_is_absent",
+    "test_kimi_shape": "test_latent_sizes",
+    "test_lengths_around_every_step_of_the_split_rule": "test_the_kernel_follows_the_split_rule",
+    "test_merged_shards_equal_the_whole": "test_shards_merge_to_the_whole",
+    "test_narrow_types_match_float64": "test_random_problems",
+    "test_sinks_are_one_more_column_without_a_value": (
+        "test_case_19_fp8_caches_are_scaled_once_and_sinks_count"
+    ),
+    "test_the_checks_see": "test_mutants_are_seen",
+    "test_the_checks_see_a_shard_that_is_left_out": "test_mutants_are_seen",
+}
+
+
+def test_every_shared_test_is_asked_here_too():
+    tests = {name: f for name, f in vars(shared).items() if name.startswith("test_")}
+    of_backends = {n for n, f in tests.items() if "backend" in inspect.signature(f).parameters}
+    assert of_backends - globals().keys() == ASKED_BY.keys()
+    assert set(ASKED_BY.values()) <= globals().keys()
+
+
 FORMS = pytest.mark.parametrize("form", ["gqa", "mla"])
 
 
