@@ -79,6 +79,12 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
+// A grid of one block for each of `num`, which is a size of argument `arg`.
+inline dim3 one_block_each(const char* op, const char* arg, int64_t num) {
+  SK_CHECK(num <= 0x7FFFFFFF, op, arg, "at most 2147483647 of them", num);
+  return dim3(static_cast<unsigned>(num));
+}
+
 // kernel<<<grid, block, shared_bytes, stream>>>(args...); raises where the launch itself is
 // refused. `what` names the op.
 template <class... Params, class... Args>

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) hidden_capture_kernel(HiddenCaptureA
 template <class T>
 void launch(const HiddenCaptureArgs& args, int64_t num_rows, cudaStream_t stream) {
   const int per_thread = static_cast<int>((args.hidden + kThreads - 1) / kThreads);
-  const dim3 grid(static_cast<unsigned>(num_rows));
+  const dim3 grid = one_block_each(kOp, "residual", num_rows);
   const auto kernel = per_thread <= 4    ? &hidden_capture_kernel<T, 4>
                       : per_thread <= 16 ? &hidden_capture_kernel<T, 16>
                       : per_thread <= 32 ? &hidden_capture_kernel<T, 32>

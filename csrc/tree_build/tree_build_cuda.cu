@@ -283,15 +283,13 @@ void tree_build(Tensor scores, Tensor candidates, Tensor parent_slots, Tensor ro
       tree_build_args(scores, candidates, parent_slots, root_tokens, tokens, parents, depths,
                       ancestors, first_child, next_sibling, pool_index, status);
   if (args.batch == 0) return;
-  SK_CHECK(args.batch <= std::numeric_limits<int32_t>::max(), kOp, "scores",
-           "at most 2147483647 requests", args.batch);
   const DeviceGuard guard(scores.get_device_index());
   const cudaStream_t stream = current_stream(scores.get_device_index());
   const FaultCheck check(kOp, stream);
   const int64_t num_cached = std::min<int64_t>(args.pool.size, kMaxCachedKeys);
   const Params p{args.pool, args.tree, args.batch, check.record(),
                  static_cast<int32_t>(num_cached)};
-  launch_kernel(kOp, tree_build_kernel, dim3(static_cast<unsigned>(args.batch)), kThreads,
+  launch_kernel(kOp, tree_build_kernel, one_block_each(kOp, "scores", args.batch), kThreads,
                 static_cast<size_t>(num_cached) * sizeof(uint32_t), stream, p);
   check.finish([](const Fault& f) {
     fail_token(f.code == kRootTooLarge ? "root_tokens" : "candidates", f.got);

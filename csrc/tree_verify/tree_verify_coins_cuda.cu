@@ -195,7 +195,7 @@ void tree_verify_choices(Tensor tokens, Tensor first_child, Tensor next_sibling,
   const int32_t device = tokens.get_device_index();
   const DeviceGuard guard(device);
   const int64_t blocks = (args.batch + kRequestsPerBlock - 1) / kRequestsPerBlock;
-  launch_kernel(kOp, &tree_verify_choices_kernel, dim3(static_cast<unsigned>(blocks)),
+  launch_kernel(kOp, &tree_verify_choices_kernel, one_block_each(kOp, "tokens", blocks),
                 dim3(kRequestsPerBlock), 0, current_stream(device), args);
 }
 
@@ -214,7 +214,7 @@ void tree_verify_coins(Tensor tokens, Tensor first_child, Tensor next_sibling, T
   const DeviceGuard guard(device);
   const int64_t num_warps =
       std::clamp<int64_t>((args.vocab + 4 * kWarp - 1) / (4 * kWarp), 2, kMaxWarps);
-  launch_kernel(kOp, &tree_verify_coins_kernel, dim3(static_cast<unsigned>(args.batch)),
+  launch_kernel(kOp, &tree_verify_coins_kernel, one_block_each(kOp, "tokens", args.batch),
                 dim3(static_cast<unsigned>(num_warps * kWarp)), 0, current_stream(device), args);
 }
 

@@ -765,7 +765,7 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   const int64_t vectors = args.vocab * float_size(args.dtype) / 16 + 1;
   const int64_t num_warps =
       std::clamp<int64_t>((vectors + kWarp - 1) / kWarp, 2, kMaxThreads / kWarp);
-  launch_kernel(kOp, kernel, dim3(static_cast<unsigned>(args.batch)),
+  launch_kernel(kOp, kernel, one_block_each(kOp, "logits", args.batch),
                 dim3(static_cast<unsigned>(num_warps * kWarp)), sizeof(BlockState), stream, args,
                 check.record());
   check.finish([](const Fault& fault) {

@@ -721,6 +721,8 @@ def _launch(
         out.zero_()
         lse.fill_(-torch.inf)
         return
+    if ancestors.stride(2) * 32 >= 1 << 31:  # the kernels count words in 32 bits
+        ancestors = ancestors.contiguous()
     arch, num_sms = device_facts(q.device)
     rope_dim = 0 if q_rope is None else q_rope.shape[3]
     fp8 = fp8_conversion(k_cache.dtype, arch)
