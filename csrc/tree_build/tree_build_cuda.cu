@@ -9,7 +9,6 @@
 // A pool of 20000 is read five times beyond the first 8192 keys: about 20 us. A chain of 1024
 // nodes walks 1024 steps in shared memory, about 15 us; a walk is as long as its tree is deep.
 #include <algorithm>
-#include <limits>
 
 #include "common/device.cuh"
 #include "tree_build/tree_build_args.h"
