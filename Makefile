@@ -8,6 +8,7 @@ PYTHON ?=
 DIST ?= dist
 TEST_SECONDS ?= 1200
 TESTS ?= tests
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?= --out gpu-report
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo    decode real text on 8 ranks, plainly and speculatively"
-	@echo "make test    run the test suite (TESTS=path narrows it)"
+	@echo "make test    run the test suite (TESTS=path narrows it, TEST_JOBS=4 takes as many processes)"
 	@echo "make sanitize  malformed calls for every CPU op, and the CUDA sources run on the host, under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    ruff and clang-format, check only; make format applies them"
 	@echo "make bench   check, then time, every op (BENCH_ARGS=--help)"
@@ -39,13 +40,13 @@ demo: build
 # The time limit ends a hung run; coreutils' timeout is absent on some systems, and the run is then unlimited.
 test: build
 	@limit=$$(command -v timeout || true); \
-	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rs $(TESTS); code=$$?; \
+	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile $(TESTS); code=$$?; \
 	[ $$code -ne 124 ] || echo "make test: ended after $(TEST_SECONDS) s"; exit $$code
 
 # Compiles into build/sanitize, apart from the package; SANITIZE_ARGS=--simd takes this machine's instruction set.
 sanitize: $(VENV)/ready
 	@$(PY) tests/sanitize.py build/sanitize $(SANITIZE_ARGS)
-	@$(PY) tests/sanitize.py --cuda-on-host
+	@$(PY) tests/sanitize.py --cuda-on-host $(SANITIZE_HOST_ARGS)
 
 CXX_FILES = git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh'
 

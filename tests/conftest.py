@@ -21,7 +21,6 @@ from spec_kernels.testing import on_device
 
 # What runs the same kernels without a GPU, and on one.
 ON_DEVICE = {"cuda_on_host": "cuda_on_device", "triton": "triton_on_device"}
-_num_deselected = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
@@ -45,14 +44,12 @@ def pytest_collection_modifyitems(config, items):
     if on_device.missing():
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        config.stash[_num_deselected] = len(on_gpu)
         config.hook.pytest_deselected(items=on_gpu)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    num = config.stash.get(_num_deselected, 0)
-    if num:
-        terminalreporter.write_line(f"tests for a GPU: {num} deselected, {on_device.missing()}")
+    if on_device.missing():
+        terminalreporter.write_line(f"tests for a GPU: deselected, {on_device.missing()}")
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """Builds the libraries under AddressSanitizer and UBSan and checks them (make sanitize).
 
     python tests/sanitize.py BUILD_DIR [--simd] [SCRIPT ARGUMENT...]
-    python tests/sanitize.py --cuda-on-host [SECONDS]
+    python tests/sanitize.py --cuda-on-host [SECONDS [SCHEDULES]]
 
 The first is about the CPU libraries, the second about the CUDA sources on the emulated machine of
-``tests/cuda_on_host``: its own tests, the ops' suites under several schedules, then malformed calls
-for SECONDS (30).
+``tests/cuda_on_host``: its own tests, the ops' suites under so many SCHEDULES (4), then malformed
+calls for SECONDS (30).
 
 The libraries go beside a copy of the package in ``BUILD_DIR/tree``, where nothing else finds them;
 the check (``tests/fuzz_ops.py`` by default) runs against that copy. Only the plain kernels are
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEDULES = (0, 1, 2, 3)
+SCHEDULES = (1, 2, 3, 0)
 # Suites that take minutes here run under one schedule each; malformed calls have all.
 LONG_SUITES = {
     "test_tree_verify": 2,
@@ -75,7 +75,7 @@ def sanitized_environment() -> dict[str, str]:
     }
 
 
-def check_cuda_on_host(seconds: str) -> int:
+def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
     suites = [p for d in ("ops", "compat") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))]
     suites = [p for p in suites if '"cuda_on_host"' in p.read_text()]
     short = [str(p) for p in suites if p.stem not in LONG_SUITES]
@@ -86,7 +86,7 @@ def check_cuda_on_host(seconds: str) -> int:
     runs = [
         (p.stem, LONG_SUITES[p.stem], [*on_host, str(p)]) for p in suites if p.stem in LONG_SUITES
     ]
-    runs += [("the other suites", seed, [*on_host, *short]) for seed in SCHEDULES]
+    runs += [("the other suites", seed, [*on_host, *short]) for seed in SCHEDULES[: int(num_schedules)]]
     runs += [("malformed calls", 0, [*fuzz, "--seconds", seconds])]
 
     def run(name, seed, command):
@@ -114,13 +114,14 @@ def check_cuda_on_host(seconds: str) -> int:
 def main() -> int:
     arguments = sys.argv[1:]
     if arguments[:1] == ["--cuda-on-host"]:
-        return check_cuda_on_host(*(arguments[1:] or ["30"]))
+        return check_cuda_on_host(*arguments[1:])
     simd = "--simd" in arguments
     arguments = [a for a in arguments if a != "--simd"]
     if not arguments:
         sys.exit(__doc__)
     folder = Path(arguments[0]).resolve()
-    command = arguments[1:] or [str(ROOT / "tests" / "fuzz_ops.py")]
+    script, *rest = arguments[1:] or ["tests/fuzz_ops.py"]
+    command = [str(ROOT / script), *rest]
     cmake, tree = folder / ("cmake-simd" if simd else "cmake"), folder / "tree"
     build(cmake, simd)
     shutil.rmtree(tree, ignore_errors=True)

@@ -10,6 +10,7 @@ SIMT_SANITIZE  AddressSanitizer and UBSan; the process must preload libasan (``t
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -109,7 +110,9 @@ def build(sources: Sequence[Path], *defines: str) -> Path:
     flags += ("-O1", "-g", *SANITIZERS) if sanitized() else ("-O2",)
     flags += tuple(f"-D{name}" for name in defines)
     work = [(source, flags) for source in (HERE / "simt.cpp", *sources)]
-    with ThreadPoolExecutor(2) as pool:
+    # Of several processes that want the same, the first compiles and the others find it made.
+    with open(OUT / "lock", "w") as lock, ThreadPoolExecutor(2) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         objects = list(pool.map(lambda job: _compile(*job), work))
     names = "\n".join(map(str, objects)).encode()
     made = OUT / f"_C_cuda_on_host-{hashlib.sha256(names).hexdigest()[:16]}.so"
