@@ -40,7 +40,7 @@ demo: build
 # The time limit ends a hung run; coreutils' timeout is absent on some systems, and the run is then unlimited.
 test: build
 	@limit=$$(command -v timeout || true); \
-	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile $(TESTS); code=$$?; \
+	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rfEs -n $(TEST_JOBS) --dist loadfile $(TESTS); code=$$?; \
 	[ $$code -ne 124 ] || echo "make test: ended after $(TEST_SECONDS) s"; exit $$code
 
 # Compiles into build/sanitize, apart from the package; SANITIZE_ARGS=--simd takes this machine's instruction set.

@@ -86,6 +86,9 @@ class Case:
     def floats(self, *shape: int, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
         return self.place((torch.randn(shape, generator=self.torch) * scale).to(dtype))
 
+    def cache_scales(self, num: int) -> torch.Tensor:
+        return self.place(torch.rand(num, generator=self.torch) + 0.01)
+
     def ints(self, low: int, high: int, *shape: int, dtype=None) -> torch.Tensor:
         dtype = dtype or self.random.choice(INTEGERS)
         values = torch.randint(low, max(high, low + 1), shape, generator=self.torch)
@@ -163,7 +166,7 @@ def _attention(c: Case, mla: bool):
     ]
 
     def scales(num):
-        return c.floats(num) if cache_dtype != dtype else None
+        return c.cache_scales(num) if cache_dtype != dtype else None
 
     factors = [
         c.random.choice((None, c.floats(heads))),
@@ -361,7 +364,7 @@ def _rope_append(c: Case, mla: bool):
         return c.random.choice((None, t))
 
     def scale(count):
-        return c.place(torch.rand(count, generator=c.torch) + 0.01) if is_fp8 else None
+        return c.cache_scales(count) if is_fp8 else None
 
     places = [
         c.floats(60, c.random.randint(0, k_dim // 2) * 2),

@@ -86,7 +86,9 @@ def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
     runs = [
         (p.stem, LONG_SUITES[p.stem], [*on_host, str(p)]) for p in suites if p.stem in LONG_SUITES
     ]
-    runs += [("the other suites", seed, [*on_host, *short]) for seed in SCHEDULES[: int(num_schedules)]]
+    runs += [
+        ("the other suites", seed, [*on_host, *short]) for seed in SCHEDULES[: int(num_schedules)]
+    ]
     runs += [("malformed calls", 0, [*fuzz, "--seconds", seconds])]
 
     def run(name, seed, command):
