@@ -206,6 +206,12 @@ def test_1024_nodes(backend):
     check(problem, backend)
 
 
+@FORMS
+def test_the_end_of_a_context_of_256k(form, backend):
+    options = dict(window=70, page=64, heads=2, kv_heads=1, k_dim=16, v_dim=16)
+    check(make(form, torch.float16, contexts=(262_144, 200_001), **options), backend)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_problems(seed, backend):
     rng = random.Random(seed)
