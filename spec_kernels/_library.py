@@ -59,7 +59,7 @@ SCHEMAS = {
     "Tensor? cache_lens, Tensor block_tables, Tensor? cache_scale, bool interleaved, "
     "Tensor(a!) q_out, Tensor(b!) cache) -> ()",
     "pcie_allreduce": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
-    "int world_size, int timeout_ms) -> ()",
+    "int world_size, int timeout_ms, int algorithm) -> ()",
     "pcie_all_gather": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
     "int world_size, int timeout_ms) -> ()",
     "pcie_broadcast": "(Tensor(a!) tensor, int src, Tensor(b!) workspace, int rank, "

@@ -304,8 +304,11 @@ CallInfo call_info(Op op, const Tensor& t, int64_t src = 0) {
 }
 
 void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
-                    int64_t timeout_ms) {
+                    int64_t timeout_ms, int64_t algorithm) {
   const char* op = group::op_name(Op::kAllReduce);
+  // They differ in what they send where, which shared memory has no use for; the bits are the same.
+  SK_CHECK(algorithm >= 0 && algorithm <= 4, op, "algorithm",
+           "0 to 4 (lossy ones are not on this backend)", algorithm);
   check_group(op, rank, world_size, timeout_ms);
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);

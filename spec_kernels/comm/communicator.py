@@ -15,6 +15,7 @@ import torch
 from spec_kernels import _library
 from spec_kernels.comm.policy import Policy, choose_policy, num_cores
 from spec_kernels.ops.pcie_allreduce import reference
+from spec_kernels.ops.pcie_allreduce.algorithms import AUTO
 from spec_kernels.ops.pcie_allreduce.api import DEFAULT_TIMEOUT_MS
 from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
 
@@ -119,7 +120,9 @@ class Communicator:
         if out is None:
             out = torch.empty_like(x)
         try:
-            self._all_reduce(x, out, self._workspace, self.rank, self.world_size, self.timeout_ms)
+            self._all_reduce(
+                x, out, self._workspace, self.rank, self.world_size, self.timeout_ms, AUTO
+            )
         except RuntimeError as error:
             raise _translated(error) from None
         return out

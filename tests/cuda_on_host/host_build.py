@@ -9,6 +9,7 @@ SIMT_SANITIZE  AddressSanitizer and UBSan; the process must preload libasan (``t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -154,12 +155,77 @@ class Machine:
         torch.ops.load_library(str(path))
         self.library = ctypes.CDLL(str(path))
         self._configure = configure_of(self.library)
+        self._declare()
         self.configure(schedule())
         common.EXTRA_BACKENDS[BACKEND] = NAMESPACE
 
-    def configure(self, seed: int, resident_blocks: int = 0) -> None:
+    def configure(self, seed: int, resident_blocks: int = 0, max_steps: int = 0) -> None:
         """The schedule of the launches to come; see ``simt.h``."""
-        self._configure(seed, resident_blocks, 0)
+        self._configure(seed, resident_blocks, max_steps)
+
+    def _declare(self) -> None:
+        pointer, word, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+        for name, result, *arguments in (
+            ("simt_create_stream", pointer, number),
+            ("simt_destroy_stream", None, pointer),
+            ("simt_choose_stream", pointer, pointer),
+            ("simt_slow_device", None, number, number),
+            ("simt_set_clock", None, word),
+            ("simt_steps", word),
+            ("simt_begin_record", None),
+            ("simt_end_record", number),
+            ("simt_replay", None, number, pointer),
+            ("simt_synchronize", ctypes.c_char_p),
+        ):
+            function = getattr(self.library, name)
+            function.restype, function.argtypes = result, arguments
+
+    def create_stream(self, device: int) -> int:
+        """A stream of emulated device ``device``: a queue that ``synchronize`` works off."""
+        return self.library.simt_create_stream(device)
+
+    def destroy_stream(self, stream: int) -> None:
+        self.library.simt_destroy_stream(stream)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int | None):
+        """Ops called by this thread launch on ``stream``; they return at once."""
+        before = self.library.simt_choose_stream(stream)
+        try:
+            yield
+        finally:
+            self.library.simt_choose_stream(before)
+
+    def synchronize(self) -> None:
+        """Runs all streams, interleaved, until they are empty. RuntimeError: they cannot be."""
+        failure = self.library.simt_synchronize()
+        if failure is not None:
+            raise RuntimeError(failure.decode())
+
+    def slow(self, device: int, factor: int) -> None:
+        """Threads of ``device`` are chosen ``factor`` times less often."""
+        self.library.simt_slow_device(device, factor)
+
+    def set_clock(self, nanoseconds_per_step: int) -> None:
+        """What ``globaltimer`` shows; 0: the host's clock, and spinning yields the processor."""
+        self.library.simt_set_clock(nanoseconds_per_step)
+
+    def steps(self) -> int:
+        return self.library.simt_steps()
+
+    @contextlib.contextmanager
+    def record(self):
+        """Yields a list; at the end it holds the number of the graph of this thread's launches."""
+        graph: list[int] = []
+        self.library.simt_begin_record()
+        try:
+            yield graph
+        finally:
+            graph.append(self.library.simt_end_record())
+
+    def replay(self, graph: list[int], stream: int | None = None) -> None:
+        """Enqueues the launches again, on their own streams or all on ``stream``."""
+        self.library.simt_replay(graph[0], stream)
 
     def num_launches(self) -> int:
         """Of all kernels since the library was loaded."""

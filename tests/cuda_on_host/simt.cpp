@@ -1,6 +1,8 @@
 #include "simt.h"
 
+#include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -117,8 +119,17 @@ struct Thread {
   Kind kind{};
   uint32_t mask = 0;
   uint64_t value = 0;  // what it brings to a collective, then what it gets
+  uint32_t spins = 0;  // looks at memory in a row
   int lane = 0, width = 0;
   Site site{};
+};
+
+// A launch of a graph, which every replay enqueues anew.
+struct Recorded {
+  Stream* stream;
+  dim3 grid, block;
+  size_t shared_bytes;
+  std::function<void()> body;
 };
 
 struct Launch {
@@ -176,6 +187,13 @@ class Machine {
   void slow(int device, int factor) { slowness_[device] = factor; }
   uint64_t steps() const { return steps_; }
   uint64_t num_launches() const { return num_launches_; }
+  void set_clock(uint64_t nanoseconds_per_step) { nanoseconds_per_step_ = nanoseconds_per_step; }
+  uint64_t nanoseconds() const {
+    if (nanoseconds_per_step_) return steps_ * nanoseconds_per_step_;
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(t.tv_nsec);
+  }
 
   Stream* default_stream() { return &default_; }
   Stream* create(int device) {
@@ -183,6 +201,8 @@ class Machine {
     streams_.back()->device = device;
     return streams_.back().get();
   }
+  std::vector<std::vector<Recorded>> graphs;
+
   void destroy(Stream* stream) {
     run(stream);
     streams_.erase(std::find_if(streams_.begin(), streams_.end(),
@@ -258,6 +278,8 @@ class Machine {
   }
 
   void schedule_point(bool always) {
+    current_->spins = always ? current_->spins + 1 : 0;
+    if (always && nanoseconds_per_step_ == 0 && steps_ % 64 == 0) sched_yield();
     if (always || (seed_ > 1 && rng_.below(4) == 0)) {
       push(current_);
       // Last first, a thread that waits would be asked again and again.
@@ -474,6 +496,8 @@ class Machine {
         if (slow == slowness_.end() || rng_.below(static_cast<uint64_t>(slow->second)) == 0) break;
         best = rng_.below(ready_.size());
       }
+      // Who only waits is asked less often than who can work.
+      for (int i = 0; i < 3 && ready_[best]->spins > 1; ++i) best = rng_.below(ready_.size());
       std::swap(ready_[best], ready_.front());
     }
     Thread* t = ready_.front();
@@ -640,6 +664,7 @@ class Machine {
   }
 
   uint64_t seed_ = 0, steps_ = 0, max_steps_ = kMaxSteps, num_launches_ = 0;
+  uint64_t nanoseconds_per_step_ = 1;
   int resident_ = 0;
   Rng rng_;
   std::map<int, int> slowness_;
@@ -676,6 +701,10 @@ void Machine::fiber_main() {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
+// The stream that torch would name, and the graph that launches go into: of each host thread.
+thread_local Stream* chosen_stream = nullptr;
+thread_local std::vector<Recorded>* recorded = nullptr;
+
 Stream* stream_or_default(Stream* stream) { return stream ? stream : machine().default_stream(); }
 
 }  // namespace
@@ -692,6 +721,7 @@ void fail(const char* what) {
   std::abort();
 }
 uint64_t steps() { return machine().steps(); }
+uint64_t nanoseconds() { return machine().nanoseconds(); }
 void* shared_variable(const void* key, size_t bytes) {
   return machine().shared_variable(key, bytes);
 }
@@ -700,6 +730,10 @@ void* dynamic_shared() { return machine().dynamic_shared(); }
 void enqueue(Stream* stream, dim3 grid, dim3 block, size_t shared_bytes,
              std::function<void()> body) {
   const Lock lock(machine().mutex);
+  if (recorded) {
+    recorded->push_back({stream, grid, block, shared_bytes, std::move(body)});
+    return;
+  }
   machine().enqueue(stream_or_default(stream), grid, block, shared_bytes, std::move(body));
   if (!stream) machine().run(machine().default_stream());
 }
@@ -732,6 +766,24 @@ void configure(uint64_t seed, int resident_blocks, uint64_t max_steps) {
 void slow_device(int device, int factor) {
   const Lock lock(machine().mutex);
   machine().slow(device, factor);
+}
+void set_clock(uint64_t nanoseconds_per_step) {
+  const Lock lock(machine().mutex);
+  machine().set_clock(nanoseconds_per_step);
+}
+
+void begin_record() { recorded = new std::vector<Recorded>; }
+int end_record() {
+  const Lock lock(machine().mutex);
+  machine().graphs.push_back(std::move(*recorded));
+  delete std::exchange(recorded, nullptr);
+  return static_cast<int>(machine().graphs.size()) - 1;
+}
+bool recording() { return recorded != nullptr; }
+void replay(int graph, Stream* stream) {
+  const Lock lock(machine().mutex);
+  for (const Recorded& r : machine().graphs.at(static_cast<size_t>(graph)))
+    enqueue(stream ? stream : r.stream, r.grid, r.block, r.shared_bytes, r.body);
 }
 
 cudaError_t allocate(void** p, size_t bytes) {
@@ -810,7 +862,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = simt::recording() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
@@ -839,6 +891,33 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_num_launches() {
   return simt::machine().num_launches();
 }
 
+#define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
+SIMT_EXPORT simt::Stream* simt_create_stream(int device) { return simt::create_stream(device); }
+SIMT_EXPORT void simt_destroy_stream(simt::Stream* stream) { simt::destroy_stream(stream); }
+SIMT_EXPORT simt::Stream* simt_choose_stream(simt::Stream* stream) {
+  return std::exchange(simt::chosen_stream, stream);
+}
+SIMT_EXPORT void simt_slow_device(int device, int factor) { simt::slow_device(device, factor); }
+SIMT_EXPORT void simt_set_clock(uint64_t nanoseconds_per_step) {
+  simt::set_clock(nanoseconds_per_step);
+}
+SIMT_EXPORT uint64_t simt_steps() { return simt::steps(); }
+SIMT_EXPORT void simt_begin_record() { simt::begin_record(); }
+SIMT_EXPORT int simt_end_record() { return simt::end_record(); }
+SIMT_EXPORT void simt_replay(int graph, simt::Stream* stream) { simt::replay(graph, stream); }
+// Null, or why the machine stopped.
+SIMT_EXPORT const char* simt_synchronize() {
+  static std::string failure;
+  try {
+    const simt::Lock lock(simt::machine().mutex);
+    simt::machine().run(nullptr);
+    return nullptr;
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+}
+
 #if defined(SK_MUTANTS)
 namespace {
 std::string chosen_mutant;
@@ -854,6 +933,6 @@ extern "C" __attribute__((visibility("default"))) void choose_mutant(const char*
 
 // The stream of the tensors' device; torch's own is looked up by name, and this one is nearer.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = nullptr;
+  *stream = simt::chosen_stream;
   return 0;
 }

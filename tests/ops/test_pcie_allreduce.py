@@ -82,7 +82,7 @@ def test_fake_tensors():
 
 def test_opcheck():
     x, w = torch.randn(5, 3), empty_workspace()
-    torch.library.opcheck(ops.pcie_allreduce.default, (x, torch.empty_like(x), w, 0, 1, 1000))
+    torch.library.opcheck(ops.pcie_allreduce.default, (x, torch.empty_like(x), w, 0, 1, 1000, 0))
     torch.library.opcheck(ops.pcie_all_gather.default, (x, x.new_empty(1, 5, 3), w, 0, 1, 1000))
     torch.library.opcheck(ops.pcie_broadcast.default, (x, 0, w, 0, 1, 1000))
     torch.library.opcheck(ops.pcie_barrier.default, (w, 0, 1, 1000))
@@ -102,16 +102,16 @@ def test_compiles_fullgraph():
 
 
 BAD_CALLS = {
-    "world size 0": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 0, 1000), "world_size"),
-    "world size 9": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 9, 1000), "world_size"),
-    "rank = world size": (lambda x, w: ops.pcie_allreduce(x, x, w, 2, 2, 1000), "rank"),
+    "world size 0": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 0, 1000, 0), "world_size"),
+    "world size 9": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 9, 1000, 0), "world_size"),
+    "rank = world size": (lambda x, w: ops.pcie_allreduce(x, x, w, 2, 2, 1000, 0), "rank"),
     "rank -1": (lambda x, w: ops.pcie_barrier(w, -1, 2, 1000), "rank"),
     "timeout 0": (lambda x, w: ops.pcie_barrier(w, 0, 2, 0), "timeout_ms"),
-    "integers": (lambda x, w: ops.pcie_allreduce(x.int(), x.int(), w, 0, 2, 9), "input"),
-    "other dtype of out": (lambda x, w: ops.pcie_allreduce(x, x.half(), w, 0, 2, 9), "out"),
-    "short out": (lambda x, w: ops.pcie_allreduce(x, x[1:], w, 0, 2, 9), "out"),
-    "overlap": (lambda x, w: ops.pcie_allreduce(x[1:], x[:-1], w, 0, 2, 9), "out"),
-    "strided": (lambda x, w: ops.pcie_allreduce(x.t(), x.t(), w, 0, 2, 9), "input"),
+    "integers": (lambda x, w: ops.pcie_allreduce(x.int(), x.int(), w, 0, 2, 9, 0), "input"),
+    "other dtype of out": (lambda x, w: ops.pcie_allreduce(x, x.half(), w, 0, 2, 9, 0), "out"),
+    "short out": (lambda x, w: ops.pcie_allreduce(x, x[1:], w, 0, 2, 9, 0), "out"),
+    "overlap": (lambda x, w: ops.pcie_allreduce(x[1:], x[:-1], w, 0, 2, 9, 0), "out"),
+    "strided": (lambda x, w: ops.pcie_allreduce(x.t(), x.t(), w, 0, 2, 9, 0), "input"),
     "gather short": (lambda x, w: ops.pcie_all_gather(x, x.clone(), w, 0, 2, 9), "out"),
     "gather in place": (lambda x, w: ops.pcie_all_gather(x[:2], x, w, 0, 2, 9), "out"),
     "source": (lambda x, w: ops.pcie_broadcast(x, 2, w, 0, 2, 9), "src"),

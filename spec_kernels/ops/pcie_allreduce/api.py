@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from spec_kernels.ops.common import run
+from spec_kernels.ops.pcie_allreduce.algorithms import AUTO, algorithm_id
 from spec_kernels.ops.pcie_allreduce.checks import (
     check_all_gather,
     check_allreduce,
@@ -35,6 +36,7 @@ def pcie_allreduce(
     world_size: int,
     *,
     timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    algorithm: int | str = AUTO,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -51,6 +53,8 @@ def pcie_allreduce(
         rank: this rank, ``0 <= rank < world_size``.
         world_size: 1 to 8; 1 is a copy.
         timeout_ms: how long to wait for peers.
+        algorithm: a name or number of ``algorithms.py``, the same on every rank. All but the lossy
+            ones give the same bits; on CPU these are one algorithm.
         out: like ``input``; may be ``input`` itself, no other overlap. Allocated when None.
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
@@ -64,7 +68,8 @@ def pcie_allreduce(
     if out is None:
         out = torch.empty_like(input)
     check_allreduce(op, input, out)
-    args = (input, out, workspace, rank, world_size, timeout_ms)
+    algorithm = algorithm_id(op, algorithm)
+    args = (input, out, workspace, rank, world_size, timeout_ms, algorithm)
     run(op, backend, input.device, args, pcie_allreduce_reference)
     return out
 

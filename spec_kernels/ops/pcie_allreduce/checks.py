@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_kernels.ops.common import check_contiguous, fail
+from spec_kernels.ops.pcie_allreduce.algorithms import LOSSY, NAMES
 
 MAX_RANKS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +45,11 @@ def check_allreduce(op: str, input, out) -> None:
     if input.dtype not in DTYPES:
         fail(op, "input", "float32, bfloat16 or float16", input.dtype)
     check_out(op, input, out, input.shape)
+
+
+def check_exact(op: str, algorithm: int) -> None:
+    if algorithm not in NAMES or algorithm in LOSSY:
+        fail(op, "algorithm", "0 to 4 (lossy ones are not on this backend)", algorithm)
 
 
 def check_all_gather(op: str, input, out, world_size: int) -> None:

@@ -16,6 +16,7 @@ from spec_kernels.ops.pcie_allreduce.checks import (
     check_all_gather,
     check_allreduce,
     check_broadcast,
+    check_exact,
     check_group,
 )
 
@@ -174,10 +175,13 @@ def _group(op: str, workspace: torch.Tensor, rank: int, world_size: int) -> Gloo
     return group
 
 
-def pcie_allreduce_reference(input, out, workspace, rank, world_size, timeout_ms) -> None:
+def pcie_allreduce_reference(
+    input, out, workspace, rank, world_size, timeout_ms, algorithm
+) -> None:
     op = "pcie_allreduce"
     check_group(op, workspace, rank, world_size, timeout_ms)
     check_allreduce(op, input, out)
+    check_exact(op, algorithm)
     if world_size == 1:
         out.copy_(input)
         return

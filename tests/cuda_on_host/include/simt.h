@@ -5,7 +5,8 @@
 // __nanosleep) another thread may go on, as a seeded schedule decides. Streams are queues: launches
 // of one stream follow each other, streams run interleaved. The default stream is waited for by
 // every launch; launches on a stream that was created return at once and run when something
-// synchronises.
+// synchronises. While a graph is recorded, launches are kept in it instead, and run when it is
+// replayed.
 //
 // Memory is sequentially consistent, so a missing fence is not seen. A missing barrier is seen as a
 // wrong result under some seeds; a barrier or collective that not all of its threads reach, and a
@@ -77,6 +78,8 @@ void schedule_point(bool always);
 [[noreturn]] void fail(const char* what);
 // Threads resumed so far: a clock that advances for a thread that spins.
 uint64_t steps();
+// The device's clock: a settable number of nanoseconds a step, or the host's.
+uint64_t nanoseconds();
 
 // The running block's copy of a shared variable, poisoned when the block first asks for it.
 void* shared_variable(const void* key, size_t bytes);
@@ -96,6 +99,16 @@ void synchronize_device(int device);
 void configure(uint64_t seed, int resident_blocks, uint64_t max_steps);
 // Threads of `device` are chosen `factor` times less often.
 void slow_device(int device, int factor);
+// 0: the host's clock, and whoever spins gives the processor to other processes now and then.
+void set_clock(uint64_t nanoseconds_per_step);
+
+// Launches of this host thread onto any stream go into a graph until `end_record`.
+void begin_record();
+// Its number. Graphs are kept for the life of the machine.
+int end_record();
+bool recording();
+// Enqueues its launches, each onto the stream that it was recorded on, or all onto `stream`.
+void replay(int graph, Stream* stream);
 
 }  // namespace simt
 
