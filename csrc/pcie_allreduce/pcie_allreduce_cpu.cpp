@@ -2,10 +2,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
 
-#include "common/check.h"
 #include "pcie_allreduce/pcie_allreduce.h"
+#include "pcie_allreduce/pcie_allreduce_args.h"
 
 namespace spec_kernels {
 namespace {
@@ -46,30 +45,10 @@ Header& checked_header(const char* op, const Tensor& workspace, int64_t rank, in
   return h;
 }
 
-void check_group(const char* op, int64_t rank, int64_t world_size, int64_t timeout_ms) {
-  SK_CHECK(world_size >= 1 && world_size <= group::kMaxRanks, op, "world_size", "1 to 8 ranks",
-           world_size);
-  SK_CHECK(rank >= 0 && rank < world_size, op, "rank", "0 <= rank < " + std::to_string(world_size),
-           rank);
-  SK_CHECK(timeout_ms > 0 && timeout_ms <= std::numeric_limits<int32_t>::max(), op, "timeout_ms",
-           "a positive number of milliseconds", timeout_ms);
-}
-
-void check_apart(const char* op, const char* name, const Tensor& a, const Tensor& b) {
-  const char* x = static_cast<const char*>(a.data_ptr());
-  const char* y = static_cast<const char*>(b.data_ptr());
-  const int64_t num_x = a.numel() * static_cast<int64_t>(a.element_size());
-  const int64_t num_y = b.numel() * static_cast<int64_t>(b.element_size());
-  SK_CHECK(num_x == 0 || num_y == 0 || x + num_x <= y || y + num_y <= x, op, name,
-           "memory apart from the other tensors", "an overlap");
-}
-
 // An empty tensor may have no address, which memcpy must not be given.
 void copy_bytes(void* to, const void* from, int64_t num) {
   if (num > 0) std::memcpy(to, from, static_cast<size_t>(num));
 }
-
-int64_t num_bytes(const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); }
 
 // One collective call of one rank: its place in the row of steps, its waits, and its part in
 // failing together.
@@ -313,13 +292,7 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);
   const ScalarType dtype = input.scalar_type();
-  check_any_float(op, "input", input);
-  check_dtype(op, "out", out, dtype);
-  check_contiguous(op, "input", input);
-  check_contiguous(op, "out", out);
-  SK_CHECK(input.numel() == out.numel(), op, "out", "shape " + shape_string(input),
-           shape_string(out));
-  if (input.data_ptr() != out.data_ptr()) check_apart(op, "out", out, input);
+  check_allreduce(op, input, out);
   const int64_t bytes = num_bytes(input);
   if (world_size == 1) {
     if (input.data_ptr() != out.data_ptr()) copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
@@ -345,13 +318,7 @@ void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, i
   check_group(op, rank, world_size, timeout_ms);
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);
-  check_dtype(op, "out", out, input.scalar_type());
-  check_contiguous(op, "input", input);
-  check_contiguous(op, "out", out);
-  SK_CHECK(input.numel() * world_size == out.numel(), op, "out",
-           std::to_string(world_size) + " times the elements of input " + shape_string(input),
-           shape_string(out));
-  check_apart(op, "out", out, input);
+  check_all_gather(op, input, out, world_size);
   const int64_t bytes = num_bytes(input);
   if (world_size == 1) {
     copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
@@ -376,10 +343,8 @@ void pcie_broadcast(Tensor tensor, int64_t src, Tensor workspace, int64_t rank, 
                     int64_t timeout_ms) {
   const char* op = group::op_name(Op::kBroadcast);
   check_group(op, rank, world_size, timeout_ms);
-  SK_CHECK(src >= 0 && src < world_size, op, "src", "0 <= src < " + std::to_string(world_size),
-           src);
   check_cpu(op, "tensor", tensor);
-  check_contiguous(op, "tensor", tensor);
+  check_broadcast(op, tensor, src, world_size);
   if (world_size == 1) return;
   Header& header = checked_header(op, workspace, rank, world_size);
   check_apart(op, "tensor", tensor, workspace);

@@ -172,6 +172,9 @@ uint64_t spec_kernels_pcie_slab_bytes(int32_t world_size, uint64_t one_shot_byte
                                       uint64_t two_shot_bytes, int32_t island_size);
 const char* spec_kernels_pcie_attach(const spec_kernels::slab::Attach* attach);
 const char* spec_kernels_pcie_detach(const void* slab);
+// How the group failed, in the words of the rank whose slab it is; null: it did not. Reads host
+// memory alone and waits for nothing.
+const char* spec_kernels_pcie_check(const void* slab, const char* op);
 // Binds the group to another stream than that of its first eager call.
 const char* spec_kernels_pcie_use_stream(const void* slab, void* stream);
 }
