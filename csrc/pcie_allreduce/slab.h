@@ -57,29 +57,42 @@ struct Control {
 // Partial sums of squares of a fused call: {epoch, bits of a float} for each (row, segment).
 constexpr uint64_t kNormEntries = 4096;
 
-// Packets of a tile that one of `num` owners has at most.
+// A tile of `packets` is shared among `num` owners: owner o has those from share_begin(o) up to
+// share_begin(o + 1), at most share(num) of them.
 SK_HOST_DEVICE constexpr uint64_t share(int num) {
   return static_cast<uint64_t>((kTilePackets + num - 1) / num);
 }
-
-SK_HOST_DEVICE constexpr uint64_t num_tiles(uint64_t bytes) {
-  return (bytes + kTileBytes - 1) / kTileBytes;
+SK_HOST_DEVICE constexpr int share_begin(int owner, int packets, int num) {
+  return owner * packets / num;
+}
+SK_HOST_DEVICE constexpr int owner_of(int packet, int packets, int num) {
+  return ((packet + 1) * num - 1) / packets;
 }
 
-// Offsets of the regions, in bytes. Every region has two halves, chosen by an epoch's parity, and
-// strides that do not depend on a message.
+// Where packet i of tile k from source r stands, in the half of parity e & 1:
+// begin + (e & 1) * half + r * source + k * tile + i * kPacketBytes. No stride depends on a
+// message.
+struct Region {
+  uint64_t begin, half, source, tile;
+
+  SK_HOST_DEVICE constexpr uint64_t offset(uint32_t epoch, int r, int k, int i) const {
+    return begin + (epoch & 1u) * half + static_cast<uint64_t>(r) * source +
+           static_cast<uint64_t>(k) * tile + static_cast<uint64_t>(i) * kPacketBytes;
+  }
+};
+
 struct Layout {
-  uint64_t one_shot_tiles, two_shot_tiles;  // capacity of a launch
-  uint64_t norm_table;                      // [kNormEntries], 8 bytes each
-  uint64_t one_shot;                        // [2][rank][tile][128 packets]
-  uint64_t scatter;                         // [2][rank][tile][share(world) packets]
-  uint64_t gather;                          // [2][tile][128 packets]
-  uint64_t island_scatter;                  // [2][member][tile][share(island) packets]
-  uint64_t across;                          // [2][island][tile][share(island)][2 packets]
-  uint64_t island_gather;                   // [2][tile][128 packets]
-  uint64_t slots_end;                       // all from one_shot to here rests at the sentinel
-  uint64_t staging;                         // [2][tile][share(island)][2 packets], read by peers
-  uint64_t exchange;                        // [2][rank][tile][128 packets], all-gather, broadcast
+  int32_t one_shot_tiles, two_shot_tiles;  // capacity of a launch
+  uint64_t norm_table;                     // [kNormEntries], 8 bytes each
+  Region one_shot;                         // from each rank: its packets
+  Region scatter;                          // from each rank: this owner's share
+  Region gather;                           // from the owners: sums
+  Region island_scatter;                   // from each member of the island: this owner's share
+  Region across;                           // from each island: partial sums, two packets a packet
+  Region island_gather;                    // from the owners of the island: sums
+  uint64_t slots_end;                      // all from one_shot to here rests at the sentinel
+  Region staging;                          // own partial sums, which peers read
+  Region exchange;                         // from each rank: bytes of a gather or a broadcast
   uint64_t total;
 };
 
@@ -88,35 +101,41 @@ SK_HOST_DEVICE constexpr bool has_islands(int world_size, int island_size) {
          world_size % island_size == 0;
 }
 
+// Reserves [2][num_sources][num_tiles][tile_packets] packets from `end` on.
+SK_HOST_DEVICE constexpr Region reserve(uint64_t& end, int num_sources, int32_t num_tiles,
+                                        uint64_t tile_packets) {
+  Region r{};
+  r.begin = end;
+  r.tile = tile_packets * kPacketBytes;
+  r.source = static_cast<uint64_t>(num_tiles) * r.tile;
+  r.half = static_cast<uint64_t>(num_sources) * r.source;
+  end = (end + 2 * r.half + kSlabAlignment - 1) / kSlabAlignment * kSlabAlignment;
+  return r;
+}
+
 // `island_size` 0: no islands.
 SK_HOST_DEVICE constexpr Layout layout(int world_size, uint64_t one_shot_bytes,
                                        uint64_t two_shot_bytes, int island_size) {
   Layout l{};
-  const uint64_t world = static_cast<uint64_t>(world_size);
   const bool islands = has_islands(world_size, island_size);
-  const uint64_t island = islands ? static_cast<uint64_t>(island_size) : 0;
-  const uint64_t num_islands = islands ? world / island : 0;
-  const uint64_t island_share = islands ? share(island_size) * kPacketBytes : 0;
-  l.one_shot_tiles = num_tiles(one_shot_bytes);
-  l.two_shot_tiles = num_tiles(two_shot_bytes);
-  uint64_t at = sizeof(Control);
-  const auto take = [&at](uint64_t bytes) {
-    const uint64_t begin = at;
-    at = (at + bytes + kSlabAlignment - 1) / kSlabAlignment * kSlabAlignment;
-    return begin;
-  };
-  take(0);
-  l.norm_table = take(kNormEntries * 8);
-  l.one_shot = take(2 * world * l.one_shot_tiles * kTileBytes);
-  l.scatter = take(2 * world * l.two_shot_tiles * share(world_size) * kPacketBytes);
-  l.gather = take(2 * l.two_shot_tiles * kTileBytes);
-  l.island_scatter = take(2 * island * l.two_shot_tiles * island_share);
-  l.across = take(2 * num_islands * l.two_shot_tiles * island_share * 2);
-  l.island_gather = take(islands ? 2 * l.two_shot_tiles * kTileBytes : 0);
-  l.slots_end = at;
-  l.staging = take(2 * l.two_shot_tiles * island_share * 2);
-  l.exchange = take(2 * world * l.one_shot_tiles * kTileBytes);
-  l.total = at;
+  l.one_shot_tiles = static_cast<int32_t>((one_shot_bytes + kTileBytes - 1) / kTileBytes);
+  l.two_shot_tiles = static_cast<int32_t>((two_shot_bytes + kTileBytes - 1) / kTileBytes);
+  const int32_t island_tiles = islands ? l.two_shot_tiles : 0;
+  const int num_islands = islands ? world_size / island_size : 0;
+  const uint64_t island_share = islands ? share(island_size) : 0;
+  uint64_t end = (sizeof(Control) + kSlabAlignment - 1) / kSlabAlignment * kSlabAlignment;
+  l.norm_table = end;
+  end += kNormEntries * 8;
+  l.one_shot = reserve(end, world_size, l.one_shot_tiles, kTilePackets);
+  l.scatter = reserve(end, world_size, l.two_shot_tiles, share(world_size));
+  l.gather = reserve(end, 1, l.two_shot_tiles, kTilePackets);
+  l.island_scatter = reserve(end, island_size, island_tiles, island_share);
+  l.across = reserve(end, num_islands, island_tiles, 2 * island_share);
+  l.island_gather = reserve(end, 1, island_tiles, kTilePackets);
+  l.slots_end = end;
+  l.staging = reserve(end, 1, island_tiles, 2 * island_share);
+  l.exchange = reserve(end, world_size, l.one_shot_tiles, kTilePackets);
+  l.total = end;
   return l;
 }
 
@@ -130,19 +149,19 @@ enum class Phase : uint32_t {
 };
 
 enum class Failure : uint32_t {
-  kNone = 0xFFFFFFFFu,  // the host sets the record to 0xFF as well
+  kNone = 0xFFFFFFFFu,  // the host sets all of the record to 0xFF
   kTimeout = 1,
   kAborted,  // a peer gave up: `peer` says which
 };
 
-// Host memory that the device can write. The first thread that gives up fills it, `kind` last.
+// Host memory that the device can write; the first thread that gives up fills it. A word has
+// arrived when it is no longer 0xFFFFFFFF: no fence is needed here either.
 struct Status {
   Failure kind;
   uint32_t rank, peer, epoch;
   Phase phase;
   uint32_t algorithm;  // of the call; kAuto for gather, broadcast and barrier
-  uint32_t block, tile;
-  uint64_t waited_ns;
+  uint32_t block, tile, waited_ms;
 };
 
 // Which algorithm takes messages of up to `max_bytes`, with how many blocks; ascending.
