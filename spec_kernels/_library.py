@@ -39,6 +39,12 @@ SCHEMAS = {
     "Tensor? seeds, Tensor? logit_bias, Tensor? allowed, Tensor? draft_probs, "
     "float typical_epsilon, float typical_delta, Tensor(a!) accept_index, "
     "Tensor(b!) num_accepted, Tensor(c!) out_tokens, Tensor(d!) status) -> ()",
+    "tree_verify_compact": "(Tensor logits, Tensor tokens, Tensor first_child, "
+    "Tensor next_sibling, Tensor context_lens, Tensor? temperature, Tensor? top_k, "
+    "Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? logit_bias, Tensor? allowed, "
+    "Tensor? draft_probs, float typical_epsilon, float typical_delta, Tensor block_tables, "
+    "Tensor(a!) accept_index, Tensor(b!) num_accepted, Tensor(c!) out_tokens, "
+    "Tensor(d!) status, Tensor(e!)[] caches, Tensor(f!)[] rows) -> ()",
     "tree_verify_choices": "(Tensor tokens, Tensor first_child, Tensor next_sibling, "
     "Tensor slots, Tensor choices, Tensor(a!) predictions, Tensor(b!) accept_index, "
     "Tensor(c!) num_accepted, Tensor(d!) status) -> ()",

@@ -13,6 +13,7 @@
 namespace spec_kernels {
 
 struct CompactArgs {
+  const char* op;  // that was called: what messages name
   CompactIndices indices;
   std::vector<MovedRows> moved;  // caches, then rows
   int64_t num_caches;
@@ -20,14 +21,13 @@ struct CompactArgs {
 
 namespace compact_detail {
 
-constexpr char kOp[] = "compact";
-
-inline MovedRows moved_rows(const char* kind, int64_t i, const Tensor& t, const Tensor& like) {
-  check_same_device(kOp, indexed(kind, i).c_str(), t, like);
-  SK_CHECK(t.dim() >= 2, kOp, indexed(kind, i).c_str(), "at least 2 dimensions", shape_string(t));
+inline MovedRows moved_rows(const char* op, const char* kind, int64_t i, const Tensor& t,
+                            const Tensor& like) {
+  check_same_device(op, indexed(kind, i).c_str(), t, like);
+  SK_CHECK(t.dim() >= 2, op, indexed(kind, i).c_str(), "at least 2 dimensions", shape_string(t));
   int64_t row = t.numel() > 0;  // else the sizes may be anything, their product too
   for (int64_t d = t.dim() - 1; d >= 2 && row > 0; --d) {
-    SK_CHECK(t.size(d) <= 1 || t.stride(d) == row, kOp, indexed(kind, i).c_str(), "contiguous rows",
+    SK_CHECK(t.size(d) <= 1 || t.stride(d) == row, op, indexed(kind, i).c_str(), "contiguous rows",
              "stride " + std::to_string(t.stride(d)) + " in dimension " + std::to_string(d));
     row *= t.size(d);
   }
@@ -41,28 +41,26 @@ inline MovedRows moved_rows(const char* kind, int64_t i, const Tensor& t, const 
 }
 
 // By ascending address, so that each tensor meets only those whose span begins within its own.
-inline void check_apart(const std::vector<Tensor>& caches, const std::vector<Tensor>& rows,
-                        const Tensor& accept_index, const Tensor& num_accepted,
-                        const Tensor& context_lens, const Tensor& block_tables) {
+inline void check_apart(const char* op, const std::vector<Tensor>& caches,
+                        const std::vector<Tensor>& rows, const std::vector<NamedTensor>& others) {
   struct Item {
     Footprint footprint;
     std::string name;
     bool moved;
   };
   std::vector<Item> items;
-  items.reserve(caches.size() + rows.size() + 4);
+  items.reserve(caches.size() + rows.size() + others.size());
   const auto add = [&](const char* kind, const std::vector<Tensor>& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       items.push_back({Footprint(tensors[i]), indexed(kind, static_cast<int64_t>(i)), true});
-      check_elements_apart(kOp, items.back().name.c_str(), items.back().footprint);
+      check_elements_apart(op, items.back().name.c_str(), items.back().footprint);
     }
   };
   add("caches", caches);
   add("rows", rows);
-  items.push_back({Footprint(accept_index), "accept_index", false});
-  items.push_back({Footprint(num_accepted), "num_accepted", false});
-  items.push_back({Footprint(context_lens), "context_lens", false});
-  items.push_back({Footprint(block_tables), "block_tables", false});
+  for (const NamedTensor& t : others) {
+    if (t.tensor) items.push_back({Footprint(*t.tensor), t.name, false});
+  }
   std::vector<const Item*> order;
   order.reserve(items.size());
   for (const Item& item : items) {
@@ -76,7 +74,7 @@ inline void check_apart(const std::vector<Tensor>& caches, const std::vector<Ten
     for (size_t j = i + 1; j < order.size() && order[j]->footprint.begin < end; ++j) {
       if (!order[i]->moved && !order[j]->moved) continue;
       const bool first = order[i]->moved;
-      SK_CHECK(!may_overlap(f, order[j]->footprint), kOp, order[first ? i : j]->name.c_str(),
+      SK_CHECK(!may_overlap(f, order[j]->footprint), op, order[first ? i : j]->name.c_str(),
                "memory apart from " + order[first ? j : i]->name, "an overlap");
     }
   }
@@ -84,16 +82,18 @@ inline void check_apart(const std::vector<Tensor>& caches, const std::vector<Ten
 
 }  // namespace compact_detail
 
-inline CompactArgs compact_args(const Tensor& accept_index, const Tensor& num_accepted,
-                                const Tensor& context_lens, const Tensor& block_tables,
-                                const std::vector<Tensor>& caches,
-                                const std::vector<Tensor>& rows) {
+// `others` are what else the op reads or writes: nothing that moves may overlap them.
+inline CompactArgs compact_args(const char* op, const Tensor& accept_index,
+                                const Tensor& num_accepted, const Tensor& context_lens,
+                                const Tensor& block_tables, const std::vector<Tensor>& caches,
+                                const std::vector<Tensor>& rows,
+                                std::vector<NamedTensor> others = {}) {
   using namespace compact_detail;
   const auto check_index = [&](const char* name, const Tensor& t,
                                std::initializer_list<int64_t> shape) {
-    check_same_device(kOp, name, t, accept_index);
-    check_int(kOp, name, t);
-    check_shape(kOp, name, t, shape);
+    check_same_device(op, name, t, accept_index);
+    check_int(op, name, t);
+    check_shape(op, name, t, shape);
   };
   check_index("accept_index", accept_index, {-1, -1});
   const int64_t batch = accept_index.size(0);
@@ -102,19 +102,24 @@ inline CompactArgs compact_args(const Tensor& accept_index, const Tensor& num_ac
   check_index("block_tables", block_tables, {batch, -1});
 
   CompactArgs args{};
+  args.op = op;
   args.moved.reserve(caches.size() + rows.size());
   args.num_caches = static_cast<int64_t>(caches.size());
   for (int64_t i = 0; i < args.num_caches; ++i) {
-    args.moved.push_back(moved_rows("caches", i, caches[static_cast<size_t>(i)], accept_index));
-    SK_CHECK(args.moved.back().inner >= 1, kOp, indexed("caches", i).c_str(),
+    args.moved.push_back(moved_rows(op, "caches", i, caches[static_cast<size_t>(i)], accept_index));
+    SK_CHECK(args.moved.back().inner >= 1, op, indexed("caches", i).c_str(),
              "a page size of at least 1", args.moved.back().inner);
   }
   for (int64_t i = 0; i < static_cast<int64_t>(rows.size()); ++i) {
-    args.moved.push_back(moved_rows("rows", i, rows[static_cast<size_t>(i)], accept_index));
-    SK_CHECK(args.moved.back().outer == batch, kOp, indexed("rows", i).c_str(),
+    args.moved.push_back(moved_rows(op, "rows", i, rows[static_cast<size_t>(i)], accept_index));
+    SK_CHECK(args.moved.back().outer == batch, op, indexed("rows", i).c_str(),
              std::to_string(batch) + " requests", args.moved.back().outer);
   }
-  check_apart(caches, rows, accept_index, num_accepted, context_lens, block_tables);
+  others.insert(others.end(), {{"accept_index", &accept_index},
+                               {"num_accepted", &num_accepted},
+                               {"context_lens", &context_lens},
+                               {"block_tables", &block_tables}});
+  check_apart(op, caches, rows, others);
 
   args.indices = {IntView(accept_index),
                   IntView(num_accepted),
@@ -134,26 +139,26 @@ inline CompactArgs compact_args(const Tensor& accept_index, const Tensor& num_ac
 
 // The wording of a value out of range, one for every backend.
 
-[[noreturn]] inline void fail_count(int64_t b, int64_t num_columns, int64_t count) {
-  fail(compact_detail::kOp, indexed("num_accepted", b).c_str(),
-       "0 to " + std::to_string(num_columns - 1), count);
+[[noreturn]] inline void fail_count(const char* op, int64_t b, int64_t num_columns, int64_t count) {
+  fail(op, indexed("num_accepted", b).c_str(), "0 to " + std::to_string(num_columns - 1), count);
 }
-[[noreturn]] inline void fail_order(int64_t b, int64_t node) {
-  fail(compact_detail::kOp, indexed("accept_index", b).c_str(), "strictly increasing nodes", node);
+[[noreturn]] inline void fail_order(const char* op, int64_t b, int64_t node) {
+  fail(op, indexed("accept_index", b).c_str(), "strictly increasing nodes", node);
 }
-[[noreturn]] inline void fail_node(int64_t b, int64_t i, int64_t num_nodes, int64_t node) {
-  fail(compact_detail::kOp, indexed("accept_index", b).c_str(),
+[[noreturn]] inline void fail_node(const char* op, int64_t b, int64_t i, int64_t num_nodes,
+                                   int64_t node) {
+  fail(op, indexed("accept_index", b).c_str(),
        "nodes below " + std::to_string(num_nodes) + " (" + indexed("rows", i) + ")", node);
 }
-[[noreturn]] inline void fail_position(int64_t i, int64_t num_columns, int64_t page_size,
-                                       int64_t position) {
-  fail(compact_detail::kOp, indexed("caches", i).c_str(),
+[[noreturn]] inline void fail_position(const char* op, int64_t i, int64_t num_columns,
+                                       int64_t page_size, int64_t position) {
+  fail(op, indexed("caches", i).c_str(),
        "positions below " + std::to_string(num_columns) + " pages of " + std::to_string(page_size) +
            " (block_tables)",
        position);
 }
-[[noreturn]] inline void fail_page(int64_t i, int64_t num_pages, int64_t page) {
-  fail(compact_detail::kOp, "block_tables",
+[[noreturn]] inline void fail_page(const char* op, int64_t i, int64_t num_pages, int64_t page) {
+  fail(op, "block_tables",
        "pages 0 to " + std::to_string(num_pages - 1) + " of " + indexed("caches", i), page);
 }
 

@@ -190,7 +190,6 @@ inline TreeVerifyArgs tree_verify_args(
   check_ints("num_accepted", num_accepted, {a.batch});
   check_ints("out_tokens", out_tokens, {a.batch, a.num_columns});
   check_ints("status", status, {a.batch});
-  const auto given = [](const std::optional<Tensor>& t) { return t ? &*t : nullptr; };
   check_outputs_apart(op,
                       {{"accept_index", &accept_index},
                        {"num_accepted", &num_accepted},

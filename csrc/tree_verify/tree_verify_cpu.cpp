@@ -1,3 +1,5 @@
+#include "tree_verify/tree_verify_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -8,8 +10,6 @@
 #include <limits>
 #include <optional>
 #include <vector>
-
-#include "tree_verify/tree_verify_args.h"
 
 namespace spec_kernels {
 namespace {
@@ -321,13 +321,19 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
       kOp, logits, tokens, first_child, next_sibling, context_lens, temperature, top_k, top_p,
       min_p, seeds, logit_bias, allowed, draft_probs, typical_epsilon, typical_delta, accept_index,
       num_accepted, out_tokens, status);
+  tree_verify_on_cpu(kOp, args);
+}
+
+}  // namespace
+
+void tree_verify_on_cpu(const char* op, const TreeVerifyArgs& args) {
   std::vector<Parameters> parameters(static_cast<size_t>(args.batch));
   for (int64_t b = 0; b < args.batch; ++b) {
     if (args.context_lens(b) < 0) continue;
     Parameters& p = parameters[static_cast<size_t>(b)];
     p = args.parameters(b);
     const BadParameter bad = out_of_range(p);
-    if (bad != BadParameter::kNone) refuse(kOp, bad, value_of(p, bad));
+    if (bad != BadParameter::kNone) refuse(op, bad, value_of(p, bad));
   }
   const auto walk = [&](int64_t b) {
     thread_local Scratch scratch;
@@ -358,8 +364,6 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
     }
   });
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) { m.impl("tree_verify", TORCH_BOX(&tree_verify)); }
 

@@ -1,4 +1,4 @@
-"""The decode cycle: draft, build, verify, accept, compact, extend.
+"""The decode cycle: draft, build, verify, accept, extend.
 
 Shapes are static and lengths stand in tensors; nothing here looks at a value on the host, so the
 whole cycle can be captured and replayed. Between cycles
@@ -20,11 +20,10 @@ from spec_kernels.decode.sampling import SamplingTensors
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.models.target import Target
-from spec_kernels.ops.compact import compact
 from spec_kernels.ops.tree_build import DraftTree, num_words
-from spec_kernels.ops.tree_verify import Verified, tree_verify
+from spec_kernels.ops.tree_verify import Verified, tree_verify, tree_verify_compact
 
-PHASES = ("draft", "build", "verify", "accept", "compact", "extend")
+PHASES = ("draft", "build", "verify", "accept", "extend")
 
 
 class PhaseClock:
@@ -106,16 +105,11 @@ class Cycle:
         logits = self.target.forward(self._verify_step(tree), cache.target, self.capture)
         clock.mark("verify")
 
-        sampling = self.sampling.arguments()
         links = (tree.tokens, tree.first_child, tree.next_sibling)
-        tree_verify(
-            logits, *links, lens, out=out, draft_probs=self.proposal.draft_probs, **sampling
-        )
+        moved = (tables, cache.layers, self.moved_rows)
+        sampling = self.sampling.arguments() | {"draft_probs": self.proposal.draft_probs}
+        tree_verify_compact(logits, *links, lens, *moved, out=out, **sampling)
         clock.mark("accept")
-
-        path = (out.accept_index, out.num_accepted)
-        compact(*path, lens, tables, cache.layers, self.moved_rows)
-        clock.mark("compact")
 
         last = self.row_base + out.num_accepted
         if self.drafter.is_here:

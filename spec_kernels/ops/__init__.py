@@ -36,6 +36,7 @@ from spec_kernels.ops.tree_verify import (
     tree_verify,
     tree_verify_choices,
     tree_verify_coins,
+    tree_verify_compact,
 )
 
 for _name in _library.SCHEMAS:
@@ -71,4 +72,5 @@ __all__ = [
     "tree_verify",
     "tree_verify_choices",
     "tree_verify_coins",
+    "tree_verify_compact",
 ]

@@ -21,7 +21,11 @@ FP8 = torch.float8_e4m3fn
 EPS = 1e-5
 VOCAB = 163840
 # Floats that an op moves, or rounds once: right to the bit.
-EXACT = {"compact": ("caches", "rows"), "hidden_capture": ("residual", "capture")}
+EXACT = {
+    "compact": ("caches", "rows"),
+    "hidden_capture": ("residual", "capture"),
+    "tree_verify_compact": ("caches", "rows"),
+}
 # Roundings of the greatest value; fp32 sums are ordered differently by every backend.
 ROUNDINGS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
 
@@ -253,6 +257,24 @@ def _tree_verify(full: bool, seed: int = 0) -> Iterator[Call]:
             yield Call("tree_verify", f"V {vocab}, {name}, {_short(dtype)}", args)
 
 
+def _tree_verify_compact(full: bool, seed: int = 0) -> Iterator[Call]:
+    """The calls of ``tree_verify`` over lengths that a small cache holds."""
+    g = torch.Generator().manual_seed(seed)
+    page, num_layers = 16, 64 if full else 3
+    for call in _tree_verify(full, seed):
+        logits, *links, lens = call.args[:5]
+        rule, outputs = call.args[5:15], call.args[15:]
+        batch, num_nodes = logits.shape[:2]
+        lens = lens.clamp(max=3 * page + 1)
+        columns = -(-(3 * page + 1 + num_nodes) // page)
+        tables = torch.randperm(batch * columns, generator=g).view(batch, columns)
+        shape = (batch * columns, page, 576 if full else 20)
+        caches = [torch.randn(shape, generator=g).bfloat16() for _ in range(num_layers)]
+        moved = caches, [torch.randn(batch, num_nodes, 3, 7, generator=g)]
+        args = (logits, *links, lens, *rule, tables, *outputs, *moved)
+        yield Call("tree_verify_compact", f"{call.name}, {num_layers} caches", args)
+
+
 def _flat_walk(vocab: int, num_nodes: int, batch: int, seed: int):
     g = torch.Generator().manual_seed(seed)
     parents = torch.tensor([-1] + [(i - 1) // 2 for i in range(1, num_nodes)])
@@ -381,6 +403,7 @@ CALLS: dict[str, Callable[..., Iterator[Call]]] = {
     "tree_attention_mla": lambda full, seed=0: _attention("mla", full, seed),
     "merge_states": _merge_states,
     "tree_verify": _tree_verify,
+    "tree_verify_compact": _tree_verify_compact,
     "tree_verify_choices": _tree_verify_choices,
     "tree_verify_coins": _tree_verify_coins,
     "compact": _compact,

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ WARNINGS += ("-Wno-maybe-uninitialized",)
 # Contraction would fuse products into sums that the sources name apart.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS)
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 SANITIZERS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
@@ -77,13 +79,24 @@ def run_compiler(command: Sequence[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+def included(source: Path) -> list[Path]:
+    """The headers of ``csrc`` that ``source`` includes, and those that they do."""
+    found, waiting = set(), [source]
+    while waiting:
+        for name in INCLUDE.findall(waiting.pop().read_text()):
+            header = ROOT / "csrc" / name
+            if header not in found and header.exists():
+                found.add(header)
+                waiting.append(header)
+    return sorted(found)
+
+
 def _compile(source: Path, flags: tuple[str, ...]) -> Path:
     """The object of ``source``, from the last run if nothing that it may include has changed."""
     shim = sorted((HERE / "include").iterdir())
-    headers = sorted((ROOT / "csrc" / "common").iterdir())
-    beside = sorted(p for p in source.parent.iterdir() if p.suffix in (".h", ".cuh"))
+    headers = included(source)
     version = subprocess.run([compiler(), "-v"], capture_output=True, text=True).stderr
-    key = content([source, *shim, *headers, *beside]) + repr(flags) + version + torch.__version__
+    key = content([source, *shim, *headers]) + repr(flags) + version + torch.__version__
     made = OUT / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.o"
     if made.exists():
         return made

@@ -60,6 +60,11 @@ MUTANTS = {
         "test_draft_probs_are_taken_from_the_last_row_only",
         0,
     ),
+    "tree_verify_compact_barrier": (
+        "tree_verify_compact",
+        "test_case_07_rows_0_3_4_5_come_to_the_front",
+        1,
+    ),
     "tree_verify_cut_tie": ("tree_verify_cuda", "test_ties_that_no_list_takes", 0),
     "tree_verify_nan": ("tree_verify", "test_case_04_ids_stay_within_the_vocabulary", 0),
     "tree_verify_ordinal": (

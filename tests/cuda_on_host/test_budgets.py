@@ -16,7 +16,7 @@ ARCHS = ("80", "90a", "120a")
 # Registers a thread; 256 threads of 128 leave room for two blocks on a multiprocessor. By stem
 # where another bound is meant.
 MAX_REGISTERS = 128
-REGISTERS = {"compact": 72, "tree_build": 64}
+REGISTERS = {"compact": 80, "tree_build": 64}
 MAX_STATIC_SHARED = 40 << 10  # what launch_kernel counts on
 # Of one kernel's parameters; more needs newer drivers.
 MAX_PARAMETERS = 4096
@@ -40,9 +40,8 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 
 def compile_device_code(source):
     """What ptxas says of ``source``, kept until anything that it may include changes."""
-    headers = sorted(p for d in (host_build.ROOT / "csrc").iterdir() for p in d.glob("*.[hc]*"))
     version = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
-    key = host_build.content([source, *(h for h in headers if h.suffix in (".h", ".cuh"))])
+    key = host_build.content([source, *host_build.included(source)])
     name = hashlib.sha256(f"{key} {version} {ARCHS}".encode()).hexdigest()[:16]
     host_build.OUT.mkdir(parents=True, exist_ok=True)
     kept = host_build.OUT / f"{source.stem}-{name}.ptxas.json"

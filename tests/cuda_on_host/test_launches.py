@@ -14,6 +14,7 @@ from spec_kernels import (
     tree_verify,
     tree_verify_choices,
     tree_verify_coins,
+    tree_verify_compact,
 )
 
 BACKEND = host_build.BACKEND
@@ -149,6 +150,28 @@ def test_tree_verify_is_one_launch_whatever_it_does(launches, form):
     out = Verified.allocate(1, 3)
     assert launches(tree_verify, logits, **arguments, out=out) == 1
     assert out.num_accepted.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "num_caches, expected", [(0, 1), (61, 1), (78, 1), (79, 2), (166, 2), (167, 3)]
+)
+def test_acceptance_and_compaction_are_one_launch(launches, num_caches, expected):
+    """80 tensors in the first launch, 88 in each that follows, as in those of ``compact``."""
+    (_, _, lens, table), caches, rows = compact_problem(num_caches, [0, 2, 5, 9], num_nodes=10)
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2, 2, 3, 3, 5])
+    tree = link_tree(torch.arange(10)[None], parents)
+    logits = torch.zeros(1, 10, 300)
+    for node, child in ((0, 2), (2, 5), (5, 9)):
+        logits[0, node, child] = 1.0
+    links = tree.tokens, tree.first_child, tree.next_sibling, lens
+    before = [t.clone() for t in caches], [t.clone() for t in rows]
+    out = Verified.allocate(1, 9)
+    assert launches(tree_verify_compact, logits, *links, table, caches, rows, out=out) == expected
+    assert out.accept_index[0, :4].tolist() == [0, 2, 5, 9]
+    path = out.accept_index, out.num_accepted
+    assert launches(compact, *path, lens, table, *before) == max(1, -(-(num_caches + 2) // 88))
+    for a, b in zip([*caches, *rows], [*before[0], *before[1]], strict=True):
+        assert a.equal(b)
 
 
 def test_the_walks_on_given_choices_are_one_launch(launches):

@@ -65,7 +65,7 @@ def test_the_main_job_reports(texts, tmp_path, capfd):
     assert sum(report["accept_histogram"].values()) == report["num_cycles"]
     mean = sum(int(k) * n for k, n in report["accept_histogram"].items()) / report["num_cycles"]
     assert report["accept_length"] == pytest.approx(mean)
-    assert list(report["phases_ms"]) == ["draft", "build", "verify", "accept", "compact", "extend"]
+    assert list(report["phases_ms"]) == ["draft", "build", "verify", "accept", "extend"]
     assert [p["name"] for p in report["passes"]] == ["greedy", "temperature 0.8"]
     assert [p["drafts"] for p in report["passes"]] == ["likeliest", "drawn"]
     assert [p["identical"] for p in report["passes"]] == [True, None]

@@ -10,7 +10,7 @@ from test_tree_verify import assert_equal, per_request, poisoned_out, random_cas
 from spec_kernels import tree_verify
 
 BACKENDS = ("cuda_on_host",)
-LIST = 2048  # kListCapacity of tree_verify_cuda.cu
+LIST = 2048  # kListCapacity of tree_verify_walk.cuh
 
 
 @pytest.mark.parametrize("schedule", range(6))

@@ -49,32 +49,37 @@ def compact(
             page outside its cache.
     """
     check_tensor(_OP, "accept_index", accept_index, (None, None), INTEGERS)
-    batch, device = accept_index.shape[0], accept_index.device
-    check_tensor(_OP, "num_accepted", num_accepted, (batch,), INTEGERS, device)
-    check_tensor(_OP, "context_lens", context_lens, (batch,), INTEGERS, device)
-    check_tensor(_OP, "block_tables", block_tables, (batch, None), INTEGERS, device)
-    for i, t in enumerate(caches):
-        _check_moved("caches", i, t, device)
-        if t.shape[1] < 1:
-            fail(_OP, f"caches[{i}]", "a page size of at least 1", list(t.shape))
-    for i, t in enumerate(rows):
-        _check_moved("rows", i, t, device)
-        if t.shape[0] != batch:
-            fail(_OP, f"rows[{i}]", f"{batch} requests", list(t.shape))
+    requests, device = accept_index.shape[:1], accept_index.device
+    check_tensor(_OP, "num_accepted", num_accepted, requests, INTEGERS, device)
+    check_tensor(_OP, "context_lens", context_lens, requests, INTEGERS, device)
+    check_moved(_OP, len(accept_index), device, block_tables, caches, rows)
     args = (accept_index, num_accepted, context_lens, block_tables, list(caches), list(rows))
     run(_OP, backend, device, args, compact_reference)
 
 
-def _check_moved(kind: str, i: int, t: torch.Tensor, device: torch.device) -> None:
+def check_moved(op, batch, device, block_tables, caches, rows) -> None:
+    """What moves and the table that says where; for every op that ends in this move."""
+    check_tensor(op, "block_tables", block_tables, (batch, None), INTEGERS, device)
+    for i, t in enumerate(caches):
+        _check_rows(op, f"caches[{i}]", t, device)
+        if t.shape[1] < 1:
+            fail(op, f"caches[{i}]", "a page size of at least 1", list(t.shape))
+    for i, t in enumerate(rows):
+        _check_rows(op, f"rows[{i}]", t, device)
+        if t.shape[0] != batch:
+            fail(op, f"rows[{i}]", f"{batch} requests", list(t.shape))
+
+
+def _check_rows(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
     if not isinstance(t, torch.Tensor):
-        fail(_OP, f"{kind}[{i}]", "a tensor", type(t).__name__)
+        fail(op, name, "a tensor", type(t).__name__)
     if t.dim() < 2:
-        fail(_OP, f"{kind}[{i}]", "at least 2 dimensions", list(t.shape))
+        fail(op, name, "at least 2 dimensions", list(t.shape))
     if t.device != device:
-        fail(_OP, f"{kind}[{i}]", f"device {device}", t.device)
+        fail(op, name, f"device {device}", t.device)
     if not t.is_contiguous():
         expected = 1
         for size, stride in zip(reversed(t.shape[2:]), reversed(t.stride()[2:]), strict=True):
             if size > 1 and stride != expected:
-                fail(_OP, f"{kind}[{i}]", "contiguous rows", f"strides {list(t.stride())}")
+                fail(op, name, "contiguous rows", f"strides {list(t.stride())}")
             expected *= size

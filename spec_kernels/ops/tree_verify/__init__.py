@@ -4,6 +4,7 @@ from spec_kernels.ops.tree_verify.coins import (
     tree_verify_choices,
     tree_verify_coins,
 )
+from spec_kernels.ops.tree_verify.compact import tree_verify_compact
 from spec_kernels.ops.tree_verify.reference import Purpose, VerifyStatus, philox4x32
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "tree_verify",
     "tree_verify_choices",
     "tree_verify_coins",
+    "tree_verify_compact",
 ]

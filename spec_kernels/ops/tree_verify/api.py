@@ -39,6 +39,10 @@ class Verified:
     tokens: torch.Tensor
     status: torch.Tensor
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the ops' schemas."""
+        return self.accept_index, self.num_accepted, self.tokens, self.status
+
     @classmethod
     def allocate(
         cls, batch: int, max_accepted: int, device: torch.device | str | None = None
@@ -153,55 +157,102 @@ def tree_verify(
         ValueError: a shape, dtype, device or stride is not as above, or a parameter out of range
             (on CPU; a CUDA kernel sets a status bit).
     """
-    check_tensor(_OP, "logits", logits, (None, None, None), FLOATS)
-    check_last_dim(_OP, "logits", logits)
+    args, out = verify_arguments(
+        _OP,
+        logits,
+        tokens,
+        first_child,
+        next_sibling,
+        context_lens,
+        max_accepted,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        logit_bias=logit_bias,
+        allowed=allowed,
+        draft_probs=draft_probs,
+        typical=typical,
+        out=out,
+    )
+    run(_OP, backend, logits.device, (*args, *out.tensors()), tree_verify_reference)
+    return out
+
+
+def verify_arguments(
+    op: str,
+    logits,
+    tokens,
+    first_child,
+    next_sibling,
+    context_lens,
+    max_accepted,
+    *,
+    temperature=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    seeds=None,
+    logit_bias=None,
+    allowed=None,
+    draft_probs=None,
+    typical=None,
+    out=None,
+) -> tuple[tuple, Verified]:
+    """What an op that begins with this walk reads, in the order of the schema, and its outputs.
+
+    Checked; arguments as in ``tree_verify``.
+    """
+    check_tensor(op, "logits", logits, (None, None, None), FLOATS)
+    check_last_dim(op, "logits", logits)
     batch, num_nodes, vocab = logits.shape
     if not 1 <= num_nodes <= MAX_NODES or not 1 <= vocab <= MAX_VOCAB:
         expected = f"1 to {MAX_NODES} nodes and 1 to {MAX_VOCAB} tokens"
-        fail(_OP, "logits", expected, list(logits.shape))
+        fail(op, "logits", expected, list(logits.shape))
     device = logits.device
     nodes, requests = (batch, num_nodes), (batch,)
-    check_tensor(_OP, "tokens", tokens, nodes, INTEGERS, device)
-    check_tensor(_OP, "first_child", first_child, nodes, INTEGERS, device)
-    check_tensor(_OP, "next_sibling", next_sibling, nodes, INTEGERS, device)
-    check_tensor(_OP, "context_lens", context_lens, requests, INTEGERS, device)
+    check_tensor(op, "tokens", tokens, nodes, INTEGERS, device)
+    check_tensor(op, "first_child", first_child, nodes, INTEGERS, device)
+    check_tensor(op, "next_sibling", next_sibling, nodes, INTEGERS, device)
+    check_tensor(op, "context_lens", context_lens, requests, INTEGERS, device)
     if temperature is not None:
-        check_tensor(_OP, "temperature", temperature, requests, _FLOAT32, device)
+        check_tensor(op, "temperature", temperature, requests, _FLOAT32, device)
         if seeds is None:
-            fail(_OP, "seeds", "one seed for each request when temperature is given", None)
+            fail(op, "seeds", "one seed for each request when temperature is given", None)
     if top_k is not None:
-        check_tensor(_OP, "top_k", top_k, requests, INTEGERS, device)
+        check_tensor(op, "top_k", top_k, requests, INTEGERS, device)
     if top_p is not None:
-        check_tensor(_OP, "top_p", top_p, requests, _FLOAT32, device)
+        check_tensor(op, "top_p", top_p, requests, _FLOAT32, device)
     if min_p is not None:
-        check_tensor(_OP, "min_p", min_p, requests, _FLOAT32, device)
+        check_tensor(op, "min_p", min_p, requests, _FLOAT32, device)
     if seeds is not None:
-        check_tensor(_OP, "seeds", seeds, requests, _INT64, device)
+        check_tensor(op, "seeds", seeds, requests, _INT64, device)
     if logit_bias is not None:
         if isinstance(logit_bias, torch.Tensor) and logit_bias.dim() == 1:
             logit_bias = logit_bias.expand(batch, -1)
-        check_tensor(_OP, "logit_bias", logit_bias, (batch, vocab), _FLOAT32, device)
-        check_last_dim(_OP, "logit_bias", logit_bias)
+        check_tensor(op, "logit_bias", logit_bias, (batch, vocab), _FLOAT32, device)
+        check_last_dim(op, "logit_bias", logit_bias)
     if allowed is not None:
         words = (batch, num_nodes, (vocab + 31) // 32)
-        check_tensor(_OP, "allowed", allowed, words, _INT32, device)
-        check_last_dim(_OP, "allowed", allowed)
+        check_tensor(op, "allowed", allowed, words, _INT32, device)
+        check_last_dim(op, "allowed", allowed)
     if draft_probs is not None:
-        check_tensor(_OP, "draft_probs", draft_probs, (batch, num_nodes, vocab), FLOATS, device)
-        check_last_dim(_OP, "draft_probs", draft_probs)
-    epsilon, delta = _check_typical(typical, draft_probs)
+        check_tensor(op, "draft_probs", draft_probs, (batch, num_nodes, vocab), FLOATS, device)
+        check_last_dim(op, "draft_probs", draft_probs)
+    epsilon, delta = _check_typical(op, typical, draft_probs)
     if out is None:
         out = Verified.allocate(
             batch, num_nodes - 1 if max_accepted is None else max_accepted, device
         )
     else:
         steps = None if max_accepted is None else max_accepted + 1
-        check_tensor(_OP, "out.accept_index", out.accept_index, (batch, steps), INTEGERS, device)
+        check_tensor(op, "out.accept_index", out.accept_index, (batch, steps), INTEGERS, device)
         if out.accept_index.shape[1] < 1:
-            fail(_OP, "out.accept_index", "at least one column", list(out.accept_index.shape))
-        check_tensor(_OP, "out.num_accepted", out.num_accepted, requests, INTEGERS, device)
-        check_tensor(_OP, "out.tokens", out.tokens, out.accept_index.shape, INTEGERS, device)
-        check_tensor(_OP, "out.status", out.status, requests, INTEGERS, device)
+            fail(op, "out.accept_index", "at least one column", list(out.accept_index.shape))
+        check_tensor(op, "out.num_accepted", out.num_accepted, requests, INTEGERS, device)
+        check_tensor(op, "out.tokens", out.tokens, out.accept_index.shape, INTEGERS, device)
+        check_tensor(op, "out.status", out.status, requests, INTEGERS, device)
     args = (
         logits,
         tokens,
@@ -218,24 +269,19 @@ def tree_verify(
         draft_probs,
         epsilon,
         delta,
-        out.accept_index,
-        out.num_accepted,
-        out.tokens,
-        out.status,
     )
-    run(_OP, backend, device, args, tree_verify_reference)
-    return out
+    return args, out
 
 
-def _check_typical(typical, draft_probs) -> tuple[float, float]:
+def _check_typical(op: str, typical, draft_probs) -> tuple[float, float]:
     """(epsilon, delta) as the op takes them; zeros stand for off."""
     if typical is None:
         return 0.0, 0.0
     epsilon, delta = typical
     if not 0.0 < epsilon <= 1.0:
-        fail(_OP, "typical_epsilon", "a number in (0, 1]", epsilon)
+        fail(op, "typical_epsilon", "a number in (0, 1]", epsilon)
     if not 0.0 < delta < math.inf:
-        fail(_OP, "typical_delta", "a finite number > 0", delta)
+        fail(op, "typical_delta", "a finite number > 0", delta)
     if draft_probs is not None:
-        fail(_OP, "draft_probs", "none beside typical acceptance", "a tensor")
+        fail(op, "draft_probs", "none beside typical acceptance", "a tensor")
     return float(epsilon), float(delta)

@@ -297,13 +297,13 @@ class _Node:
         return token, found, self.list_status
 
 
-def _check_parameters(temperature, top_p, min_p) -> None:
+def _check_parameters(op, temperature, top_p, min_p) -> None:
     if not 0.0 <= temperature < math.inf:
-        fail(_OP, "temperature", "finite values >= 0", temperature)
+        fail(op, "temperature", "finite values >= 0", temperature)
     if not top_p >= 0.0:
-        fail(_OP, "top_p", "values >= 0", top_p)
+        fail(op, "top_p", "values >= 0", top_p)
     if not min_p <= 1.0:
-        fail(_OP, "min_p", "values <= 1", min_p)
+        fail(op, "min_p", "values <= 1", min_p)
 
 
 def tree_verify_reference(
@@ -326,6 +326,7 @@ def tree_verify_reference(
     num_accepted,
     out_tokens,
     status,
+    op=_OP,
 ) -> None:
     batch = logits.shape[0]
     lengths = context_lens.tolist()
@@ -344,7 +345,7 @@ def tree_verify_reference(
     ]
     for p, length in zip(parameters, lengths, strict=True):
         if length >= 0:
-            _check_parameters(p["temperature"], p["top_p"], p["min_p"])
+            _check_parameters(op, p["temperature"], p["top_p"], p["min_p"])
     seed_of = per_request(seeds, 0)
     links = first_child.tolist(), next_sibling.tolist()
     typical = (typical_epsilon, typical_delta) if typical_epsilon > 0.0 else None
