@@ -74,6 +74,7 @@ class Box:
             more GPUs go through it to two or more root ports; None where that costs nothing.
         pair_gb_s: limits of single flows that bind besides the links.
         flag_us, read_us: latencies of (source, destination of data) where known; else ``costs``.
+        loads_measured: whether anything is known of loads from peers.
         costs: see ``Costs``.
     """
 
@@ -84,6 +85,7 @@ class Box:
     pair_gb_s: Mapping[Flow, float] = field(default_factory=dict)
     flag_us: Mapping[tuple[int, int], float] = field(default_factory=dict)
     read_us: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    loads_measured: bool = False
     costs: Costs = Costs()
 
     @property
@@ -257,7 +259,9 @@ class Box:
         collapse = seen.collapse
         if collapse is not None and collapse > uplink / 2:
             collapse = None  # such writes are carried like any others here
-        return cls(name, topology, links, collapse, pairs, flag_us, read_us, costs)
+        loads = any(kind == "read" for _, _, kind in pairs)
+        loads = loads or any(f.read is not None for f in measured.flows)
+        return cls(name, topology, links, collapse, pairs, flag_us, read_us, loads, costs)
 
     @classmethod
     def from_entry(cls, entry: Mapping) -> Box:
