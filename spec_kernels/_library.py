@@ -66,6 +66,9 @@ SCHEMAS = {
     "Tensor(a!) q_out, Tensor(b!) cache) -> ()",
     "pcie_allreduce": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
     "int world_size, int timeout_ms, int algorithm) -> ()",
+    "pcie_allreduce_norm": "(Tensor input, Tensor(a!) residual, Tensor weight, float eps, "
+    "Tensor(b!) out, Tensor(c!)? capture, int slot, Tensor(d!) workspace, int rank, "
+    "int world_size, int timeout_ms, int algorithm) -> ()",
     "pcie_all_gather": "(Tensor input, Tensor(a!) out, Tensor(b!) workspace, int rank, "
     "int world_size, int timeout_ms) -> ()",
     "pcie_broadcast": "(Tensor(a!) tensor, int src, Tensor(b!) workspace, int rank, "

@@ -446,6 +446,14 @@ def pcie_allreduce(c: Case):
     return [*pcie_all_gather(c), c.random.randrange(5)]
 
 
+def pcie_allreduce_norm(c: Case):
+    x, residual, weight, eps, out, capture, slot = hidden_capture(c)
+    if x is None:
+        x = torch.zeros(residual.shape, dtype=residual.dtype)
+    group = (torch.zeros(c.size(0, 8192), dtype=torch.uint8), 0, 1, 50, c.random.randrange(5))
+    return [x.contiguous(), residual, weight, eps, out, capture, slot, *group]
+
+
 def pcie_broadcast(c: Case):
     return [*_collective(c, 0), 0, torch.zeros(c.size(0, 8192), dtype=torch.uint8), 0, 1, 50]
 

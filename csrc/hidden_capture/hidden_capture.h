@@ -23,6 +23,19 @@ struct HiddenCaptureArgs {
   Float dtype;
 };
 
+// Rows `begin` and after.
+inline HiddenCaptureArgs rows_from(HiddenCaptureArgs a, int64_t begin) {
+  const int64_t item = float_size(a.dtype);
+  if (a.x) a.x = static_cast<const char*>(a.x) + begin * a.x_stride * item;
+  a.residual = static_cast<char*>(a.residual) + begin * a.residual_stride * item;
+  a.out = static_cast<char*>(a.out) + begin * a.out_stride * item;
+  if (a.capture) a.capture = static_cast<char*>(a.capture) + begin * a.capture_stride * item;
+  return a;
+}
+
+// On the CPU, by as many threads as torch has for it.
+void hidden_capture_cpu(const HiddenCaptureArgs& args, int64_t num_rows);
+
 SK_DECLARE_KERNEL(void hidden_capture_rows(const HiddenCaptureArgs& args, int64_t begin,
                                            int64_t end))
 

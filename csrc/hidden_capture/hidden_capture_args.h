@@ -12,7 +12,8 @@ namespace spec_kernels {
 inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional<Tensor>& x,
                                              const Tensor& residual, const Tensor& weight,
                                              double eps, const Tensor& out,
-                                             const std::optional<Tensor>& capture, int64_t slot) {
+                                             const std::optional<Tensor>& capture, int64_t slot,
+                                             const char* x_name = "x") {
   check_float(op, "residual", residual);
   check_shape(op, "residual", residual, {-1, -1});
   check_last_dim(op, "residual", residual);
@@ -27,7 +28,7 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
   };
   check_operand("weight", weight, {hidden});
   check_operand("out", out, {num_rows, hidden});
-  if (x) check_operand("x", *x, {num_rows, hidden});
+  if (x) check_operand(x_name, *x, {num_rows, hidden});
   SK_CHECK(num_rows == 0 || out.data_ptr() != residual.data_ptr(), op, "out",
            "a tensor other than residual", "the same memory");
 
@@ -49,7 +50,7 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
     apart_x = nullptr;
   check_outputs_apart(
       op, {{"residual", &residual}, {"out", &out}, {"capture", capture ? &*capture : nullptr}},
-      {{"x", apart_x}, {"weight", &weight}});
+      {{x_name, apart_x}, {"weight", &weight}});
   args.x = x ? x->data_ptr() : nullptr;
   args.x_stride = x ? x->stride(0) : 0;
   args.residual = residual.data_ptr();

@@ -27,19 +27,21 @@ namespace group {
 
 constexpr int kMaxRanks = 8;
 constexpr uint64_t kMagic = 0x315055524f524753;  // "SGRORUP1"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr int kLine = 128;  // two cache lines: the adjacent-line prefetcher would make one shared
 constexpr uint64_t kSlotAlignment = 4096;
 constexpr int kTextBytes = 256;
 constexpr int64_t kSliceNanoseconds =
     20'000'000;  // the longest that a death or an abort stays unnoticed
 
-enum class Op : uint8_t { kAllReduce, kAllGather, kBroadcast, kBarrier };
+enum class Op : uint8_t { kAllReduce, kAllReduceNorm, kAllGather, kBroadcast, kBarrier };
 
 inline const char* op_name(Op op) {
   switch (op) {
     case Op::kAllReduce:
       return "pcie_allreduce";
+    case Op::kAllReduceNorm:
+      return "pcie_allreduce_norm";
     case Op::kAllGather:
       return "pcie_all_gather";
     case Op::kBroadcast:
@@ -56,10 +58,12 @@ struct CallInfo {
   uint8_t op;
   int8_t dtype;
   int16_t src;
+  uint32_t algorithm;  // spec_kernels/ops/pcie_allreduce/algorithms.py
+  uint32_t row;        // elements of a row where rows matter, else 0
 
   bool operator==(const CallInfo& o) const {
     return numel == o.numel && item_bytes == o.item_bytes && op == o.op && dtype == o.dtype &&
-           src == o.src;
+           src == o.src && algorithm == o.algorithm && row == o.row;
   }
 };
 
@@ -229,7 +233,9 @@ inline std::string describe(const CallInfo& c) {
   } else {
     out << "elements of dtype " << int{c.dtype} << " (" << c.item_bytes << " bytes)";
   }
+  if (c.row) out << " in rows of " << c.row;
   if (op == Op::kBroadcast) out << " from rank " << c.src;
+  if (c.algorithm) out << " by algorithm " << c.algorithm;
   return out.str();
 }
 

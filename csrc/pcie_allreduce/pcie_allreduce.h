@@ -11,21 +11,28 @@
 
 #include "common/isa.h"
 #include "pcie_allreduce/group.h"
+#include "pcie_allreduce/slab.h"
 
 namespace spec_kernels {
 
 enum class Summand { kF32, kBf16, kF16 };
 
+// Where a sum is rounded besides its end; reference.py defines the lossy ones.
+enum class Rounding { kOnce, kBf16Islands, kFp8, kInt8 };
+
 struct ReduceArgs {
   const void* in[group::kMaxRanks];
   int num_ranks;
+  Rounding rounding;
+  int island_size;  // for kBf16Islands: consecutive ranks whose partial sum is rounded
   void* out;
   void* copy;  // written like `out`, or null
   int64_t num;
   Summand type;
 };
 
-// `out` and `copy` may be one of the inputs, at the same address; no other overlap.
+// `out` and `copy` may be one of the inputs, at the same address; no other overlap. With scales,
+// `num` is a multiple of slab::kScaleGroup.
 SK_DECLARE_KERNEL(void pcie_reduce(const ReduceArgs& args))
 
 }  // namespace spec_kernels

@@ -40,6 +40,15 @@ inline void check_allreduce(const char* op, const Tensor& input, const Tensor& o
   if (input.data_ptr() != out.data_ptr()) check_apart(op, "out", out, input);
 }
 
+inline void check_algorithm(const char* op, const Tensor& input, int64_t algorithm) {
+  SK_CHECK(algorithm >= slab::kAuto && algorithm <= slab::kTwoShotInt8, op, "algorithm", "0 to 7",
+           algorithm);
+  if (algorithm < slab::kTwoShotFp8) return;
+  const int64_t row = input.dim() ? input.size(input.dim() - 1) : 1;
+  SK_CHECK(row % slab::kScaleGroup == 0, op, "input",
+           "a last dimension that is a multiple of 128 where elements share a scale", row);
+}
+
 inline void check_all_gather(const char* op, const Tensor& input, const Tensor& out,
                              int64_t world_size) {
   check_dtype(op, "out", out, input.scalar_type());

@@ -2,7 +2,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 
+#include "hidden_capture/hidden_capture_args.h"
 #include "pcie_allreduce/pcie_allreduce.h"
 #include "pcie_allreduce/pcie_allreduce_args.h"
 
@@ -50,6 +52,17 @@ void copy_bytes(void* to, const void* from, int64_t num) {
   if (num > 0) std::memcpy(to, from, static_cast<size_t>(num));
 }
 
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What is added up, and how.
+struct Sum {
+  int64_t item_bytes;
+  Summand type;
+  Rounding rounding;
+  int island_size;
+  int64_t unit;  // elements that cannot be added up apart
+};
+
 // One collective call of one rank: its place in the row of steps, its waits, and its part in
 // failing together.
 class Call {
@@ -79,16 +92,19 @@ class Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  // Bytes of `total` that one step carries; at least one step, so that empty calls meet too.
+  // Bytes of `total` that one step carries, a multiple of `unit`; at least one step, so that empty
+  // calls meet too.
   template <class Step>
-  void for_chunks(int64_t total, int64_t item_bytes, Step step) {
-    const int64_t chunk = static_cast<int64_t>(h_.capacity) / item_bytes * item_bytes;
+  void for_chunks(int64_t total, int64_t unit, Step step) {
+    const int64_t chunk = capacity() / unit * unit;
     num_chunks_ = std::max<int64_t>(1, (total + chunk - 1) / chunk);
     for (chunk_ = 0; chunk_ < num_chunks_; ++chunk_) {
       step(chunk_ * chunk, std::min(chunk, total - chunk_ * chunk));
       ++step_;
     }
   }
+
+  int64_t capacity() const { return static_cast<int64_t>(h_.capacity); }
 
   char* slot(uint32_t rank) const { return data() + ((step_ & 1) * world_ + rank) * h_.capacity; }
 
@@ -105,15 +121,20 @@ class Call {
     check_calls();
   }
 
-  void all_reduce(const char* input, char* output, int64_t num, int64_t item_bytes, Summand type) {
+  // The sum stands in result() until this rank's next step, and in `output` if that is not null.
+  void all_reduce(const char* input, char* output, int64_t num, const Sum& sum) {
+    const int64_t item_bytes = sum.item_bytes;
     const int64_t bytes = num * item_bytes;
     const auto reduce = SK_KERNEL(pcie_reduce);
     ReduceArgs args{};
     args.num_ranks = static_cast<int>(world_);
-    args.type = type;
+    args.type = sum.type;
+    args.rounding = sum.rounding;
+    args.island_size = sum.island_size;
     for (uint32_t r = 0; r < world_; ++r) args.in[r] = slot(r);
 
-    const int64_t block = std::max<int64_t>(1, h_.policy.block_bytes / item_bytes);
+    const int64_t block =
+        round_up(std::max<int64_t>(1, h_.policy.block_bytes / item_bytes), sum.unit);
     const uint32_t num_blocks = static_cast<uint32_t>((num + block - 1) / block);
     const uint32_t opened = 2 * step_ + 1;
     const uint32_t published = 2 * step_ + 2;
@@ -143,8 +164,8 @@ class Call {
       check_calls();
       if (num_blocks <= 1) {
         args.in[rank_] = input;
-        args.out = output;
-        args.copy = result();
+        args.out = result();
+        args.copy = output;
         args.num = num;
         reduce(args);
         publish(published, INT_MAX);
@@ -165,7 +186,7 @@ class Call {
       if (h_.progress.value.load(std::memory_order_acquire) == opened) work();
     }
     await(h_.progress.value, published, "reduce");
-    copy_bytes(output, result(), bytes);
+    if (output) copy_bytes(output, result(), bytes);
   }
 
  private:
@@ -276,23 +297,46 @@ class Call {
   int64_t num_chunks_ = 1;
 };
 
-CallInfo call_info(Op op, const Tensor& t, int64_t src = 0) {
-  return {static_cast<uint64_t>(t.numel()), static_cast<uint32_t>(t.element_size()),
-          static_cast<uint8_t>(op), static_cast<int8_t>(t.scalar_type()),
-          static_cast<int16_t>(src)};
+CallInfo call_info(Op op, const Tensor& t) {
+  CallInfo info{};
+  info.numel = static_cast<uint64_t>(t.numel());
+  info.item_bytes = static_cast<uint32_t>(t.element_size());
+  info.op = static_cast<uint8_t>(op);
+  info.dtype = static_cast<int8_t>(t.scalar_type());
+  return info;
+}
+
+// The algorithms that give the exact sum differ in what they send where, which shared memory has no
+// use for; the others are what they say they are.
+Sum checked_sum(const char* op, const Tensor& input, int64_t algorithm, int64_t world_size) {
+  check_algorithm(op, input, algorithm);
+  const ScalarType dtype = input.scalar_type();
+  Sum sum{};
+  sum.item_bytes = static_cast<int64_t>(input.element_size());
+  sum.type = dtype == ScalarType::Float      ? Summand::kF32
+             : dtype == ScalarType::BFloat16 ? Summand::kBf16
+                                             : Summand::kF16;
+  sum.unit = 1;
+  if (algorithm == slab::kHierarchicalBf16) {
+    sum.rounding = Rounding::kBf16Islands;
+    sum.island_size = world_size == 8 ? 4 : 2;
+    SK_CHECK(world_size == 1 || slab::has_islands(static_cast<int>(world_size), sum.island_size),
+             op, "algorithm", "4, 6 or 8 ranks for hierarchical_bf16", world_size);
+  } else if (algorithm > slab::kHierarchicalBf16) {
+    sum.rounding = algorithm == slab::kTwoShotFp8 ? Rounding::kFp8 : Rounding::kInt8;
+    sum.unit = slab::kScaleGroup;
+  }
+  return sum;
 }
 
 void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
                     int64_t timeout_ms, int64_t algorithm) {
   const char* op = group::op_name(Op::kAllReduce);
-  // They differ in what they send where, which shared memory has no use for; the bits are the same.
-  SK_CHECK(algorithm >= 0 && algorithm <= 4, op, "algorithm",
-           "0 to 4 (lossy ones are not on this backend)", algorithm);
   check_group(op, rank, world_size, timeout_ms);
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);
-  const ScalarType dtype = input.scalar_type();
   check_allreduce(op, input, out);
+  const Sum sum = checked_sum(op, input, algorithm, world_size);
   const int64_t bytes = num_bytes(input);
   if (world_size == 1) {
     if (input.data_ptr() != out.data_ptr()) copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
@@ -301,15 +345,73 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   Header& header = checked_header(op, workspace, rank, world_size);
   check_apart(op, "input", input, workspace);
   check_apart(op, "out", out, workspace);
-  const int64_t item = static_cast<int64_t>(input.element_size());
-  const Summand type = dtype == ScalarType::Float      ? Summand::kF32
-                       : dtype == ScalarType::BFloat16 ? Summand::kBf16
-                                                       : Summand::kF16;
-  Call call(Op::kAllReduce, header, rank, timeout_ms, call_info(Op::kAllReduce, input));
-  call.for_chunks(bytes, item, [&](int64_t begin, int64_t num) {
+  CallInfo info = call_info(Op::kAllReduce, input);
+  info.algorithm = static_cast<uint32_t>(algorithm);
+  Call call(Op::kAllReduce, header, rank, timeout_ms, info);
+  call.for_chunks(bytes, sum.unit * sum.item_bytes, [&](int64_t begin, int64_t num) {
     call.all_reduce(static_cast<const char*>(input.data_ptr()) + begin,
-                    static_cast<char*>(out.data_ptr()) + begin, num / item, item, type);
+                    static_cast<char*>(out.data_ptr()) + begin, num / sum.item_bytes, sum);
   });
+}
+
+// Writes bytes [begin, begin + num) of rows that lie `stride` bytes apart.
+void copy_to_rows(char* rows, int64_t row_bytes, int64_t stride, const char* from, int64_t begin,
+                  int64_t num) {
+  while (num > 0) {
+    const int64_t column = begin % row_bytes;
+    const int64_t piece = std::min(num, row_bytes - column);
+    copy_bytes(rows + begin / row_bytes * stride + column, from, piece);
+    from += piece;
+    begin += piece;
+    num -= piece;
+  }
+}
+
+void pcie_allreduce_norm(Tensor input, Tensor residual, Tensor weight, double eps, Tensor out,
+                         std::optional<Tensor> capture, int64_t slot, Tensor workspace,
+                         int64_t rank, int64_t world_size, int64_t timeout_ms, int64_t algorithm) {
+  const char* op = group::op_name(Op::kAllReduceNorm);
+  check_group(op, rank, world_size, timeout_ms);
+  check_cpu(op, "residual", residual);
+  HiddenCaptureArgs args =
+      hidden_capture_args(op, input, residual, weight, eps, out, capture, slot, "input");
+  check_contiguous(op, "input", input);
+  const Sum sum = checked_sum(op, input, algorithm, world_size);
+  const int64_t num_rows = input.size(0);
+  const int64_t bytes = num_bytes(input);
+  if (world_size == 1) return hidden_capture_cpu(args, num_rows);
+  Header& header = checked_header(op, workspace, rank, world_size);
+  check_apart(op, "input", input, workspace);
+  for (const NamedTensor& t : {NamedTensor{"residual", &residual}, NamedTensor{"weight", &weight},
+                               NamedTensor{"out", &out}, NamedTensor{"capture", given(capture)}}) {
+    SK_CHECK(!t.tensor || !may_overlap(Footprint(*t.tensor), Footprint(workspace)), op, t.name,
+             "memory apart from workspace", "an overlap");
+  }
+  CallInfo info = call_info(Op::kAllReduceNorm, input);
+  info.algorithm = static_cast<uint32_t>(algorithm);
+  info.row = static_cast<uint32_t>(args.hidden);
+  Call call(Op::kAllReduceNorm, header, rank, timeout_ms, info);
+  const char* mine = static_cast<const char*>(input.data_ptr());
+  const int64_t row_bytes = args.hidden * sum.item_bytes;
+  if (row_bytes > 0 && row_bytes <= call.capacity()) {
+    call.for_chunks(bytes, row_bytes, [&](int64_t begin, int64_t num) {
+      call.all_reduce(mine + begin, nullptr, num / sum.item_bytes, sum);
+      HiddenCaptureArgs rows = rows_from(args, begin / row_bytes);
+      rows.x = call.result();
+      rows.x_stride = args.hidden;
+      hidden_capture_cpu(rows, num / row_bytes);
+    });
+    return;
+  }
+  // A row that does not fit into a slot is put together first.
+  const int64_t out_stride = args.out_stride * sum.item_bytes;
+  call.for_chunks(bytes, sum.unit * sum.item_bytes, [&](int64_t begin, int64_t num) {
+    call.all_reduce(mine + begin, nullptr, num / sum.item_bytes, sum);
+    copy_to_rows(static_cast<char*>(args.out), row_bytes, out_stride, call.result(), begin, num);
+  });
+  args.x = args.out;
+  args.x_stride = args.out_stride;
+  hidden_capture_cpu(args, num_rows);
 }
 
 void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
@@ -348,7 +450,9 @@ void pcie_broadcast(Tensor tensor, int64_t src, Tensor workspace, int64_t rank, 
   if (world_size == 1) return;
   Header& header = checked_header(op, workspace, rank, world_size);
   check_apart(op, "tensor", tensor, workspace);
-  Call call(Op::kBroadcast, header, rank, timeout_ms, call_info(Op::kBroadcast, tensor, src));
+  CallInfo info = call_info(Op::kBroadcast, tensor);
+  info.src = static_cast<int16_t>(src);
+  Call call(Op::kBroadcast, header, rank, timeout_ms, info);
   call.for_chunks(num_bytes(tensor), 1, [&](int64_t begin, int64_t num) {
     char* mine = static_cast<char*>(tensor.data_ptr()) + begin;
     if (src == rank) copy_bytes(call.slot(static_cast<uint32_t>(src)), mine, num);
@@ -362,8 +466,9 @@ void pcie_barrier(Tensor workspace, int64_t rank, int64_t world_size, int64_t ti
   check_group(op, rank, world_size, timeout_ms);
   if (world_size == 1) return;
   Header& header = checked_header(op, workspace, rank, world_size);
-  Call call(Op::kBarrier, header, rank, timeout_ms,
-            {0, 0, static_cast<uint8_t>(Op::kBarrier), 0, 0});
+  CallInfo info{};
+  info.op = static_cast<uint8_t>(Op::kBarrier);
+  Call call(Op::kBarrier, header, rank, timeout_ms, info);
   call.for_chunks(0, 1, [&](int64_t, int64_t) { call.meet(); });
 }
 
@@ -371,6 +476,7 @@ void pcie_barrier(Tensor workspace, int64_t rank, int64_t world_size, int64_t ti
 
 STABLE_TORCH_LIBRARY_IMPL(spec_kernels, CPU, m) {
   m.impl("pcie_allreduce", TORCH_BOX(&pcie_allreduce));
+  m.impl("pcie_allreduce_norm", TORCH_BOX(&pcie_allreduce_norm));
   m.impl("pcie_all_gather", TORCH_BOX(&pcie_all_gather));
   m.impl("pcie_broadcast", TORCH_BOX(&pcie_broadcast));
   m.impl("pcie_barrier", TORCH_BOX(&pcie_barrier));

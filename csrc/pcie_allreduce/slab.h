@@ -26,6 +26,9 @@ constexpr int kPacketBytes = 16;
 constexpr int kTilePackets = 128;
 constexpr uint64_t kTileBytes = uint64_t{kPacketBytes} * kTilePackets;
 
+// Consecutive elements of a row that share a scale where elements travel as one byte.
+constexpr int64_t kScaleGroup = 128;
+
 // A word that has not arrived; a payload word of the same bits travels as another NaN.
 constexpr uint32_t kSentinel = 0xFFFFFFFFu;
 constexpr uint32_t kSentinelPayload = 0x7FFF7FFFu;

@@ -15,7 +15,7 @@ import torch
 from spec_kernels import _library
 from spec_kernels.comm.policy import Policy, choose_policy, num_cores
 from spec_kernels.ops.pcie_allreduce import reference
-from spec_kernels.ops.pcie_allreduce.algorithms import AUTO
+from spec_kernels.ops.pcie_allreduce.algorithms import AUTO, algorithm_id
 from spec_kernels.ops.pcie_allreduce.api import DEFAULT_TIMEOUT_MS
 from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
 
@@ -72,12 +72,14 @@ class Communicator:
         ops = torch.ops.spec_kernels
         if gloo is None:
             self._all_reduce = ops.pcie_allreduce.default
+            self._all_reduce_norm = ops.pcie_allreduce_norm.default
             self._all_gather = ops.pcie_all_gather.default
             self._broadcast = ops.pcie_broadcast.default
             self._barrier = ops.pcie_barrier.default
         else:
             reference.GROUPS[workspace.data_ptr()] = gloo
             self._all_reduce = reference.pcie_allreduce_reference
+            self._all_reduce_norm = reference.pcie_allreduce_norm_reference
             self._all_gather = reference.pcie_all_gather_reference
             self._broadcast = reference.pcie_broadcast_reference
             self._barrier = reference.pcie_barrier_reference
@@ -115,13 +117,67 @@ class Communicator:
         """
         return Group(world_size, capacity, timeout_ms, policy, transport)
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over ranks into ``out`` (``x`` itself for in place; a new tensor when None)."""
+    def all_reduce(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: int | str = AUTO
+    ) -> torch.Tensor:
+        """Sum over ranks into ``out`` (``x`` itself for in place; a new tensor when None).
+
+        ``algorithm``: a name or number of ``spec_kernels.ops.pcie_allreduce.algorithms``, the same
+        on every rank.
+        """
         if out is None:
             out = torch.empty_like(x)
         try:
             self._all_reduce(
-                x, out, self._workspace, self.rank, self.world_size, self.timeout_ms, AUTO
+                x,
+                out,
+                self._workspace,
+                self.rank,
+                self.world_size,
+                self.timeout_ms,
+                algorithm
+                if isinstance(algorithm, int)
+                else algorithm_id("pcie_allreduce", algorithm),
+            )
+        except RuntimeError as error:
+            raise _translated(error) from None
+        return out
+
+    def all_reduce_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        capture: torch.Tensor | None = None,
+        slot: int = 0,
+        out: torch.Tensor | None = None,
+        algorithm: int | str = AUTO,
+    ) -> torch.Tensor:
+        """``residual +=`` sum of ``x`` over ranks; returns its RMSNorm, and captures it on request.
+
+        The bits of ``all_reduce`` followed by ``hidden_capture``, in one call; arguments as for
+        ``spec_kernels.pcie_allreduce_norm``.
+        """
+        if out is None:
+            out = torch.empty_like(x)
+        try:
+            self._all_reduce_norm(
+                x,
+                residual,
+                weight,
+                eps,
+                out,
+                capture,
+                slot,
+                self._workspace,
+                self.rank,
+                self.world_size,
+                self.timeout_ms,
+                algorithm
+                if isinstance(algorithm, int)
+                else algorithm_id("pcie_allreduce_norm", algorithm),
             )
         except RuntimeError as error:
             raise _translated(error) from None
@@ -168,7 +224,8 @@ class Communicator:
             reference.GROUPS.pop(self._workspace.data_ptr(), None)
         self._segment = self._gloo = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._all_reduce = self._all_gather = self._broadcast = self._barrier = _closed
+        self._all_reduce = self._all_reduce_norm = _closed
+        self._all_gather = self._broadcast = self._barrier = _closed
 
     def __enter__(self) -> Communicator:
         return self

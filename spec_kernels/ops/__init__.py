@@ -8,6 +8,7 @@ from spec_kernels.ops.moe_experts import moe_experts
 from spec_kernels.ops.pcie_allreduce import (
     pcie_all_gather,
     pcie_allreduce,
+    pcie_allreduce_norm,
     pcie_barrier,
     pcie_broadcast,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "num_words",
     "pcie_all_gather",
     "pcie_allreduce",
+    "pcie_allreduce_norm",
     "pcie_barrier",
     "pcie_broadcast",
     "rope_append",

@@ -94,6 +94,7 @@ _MAY_BE_OUTPUT = {
     "hidden_capture": ("x",),
     "moe_experts": ("x",),
     "pcie_allreduce": ("input",),
+    "pcie_allreduce_norm": ("input",),
     "rope_append": ("q",),
     "rope_append_mla": ("q_rope",),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_kernels.ops.common import FLOATS, check_last_dim, check_tensor, fail, run
+from spec_kernels.ops.common import run
+from spec_kernels.ops.hidden_capture.checks import check_hidden_capture, new_out
 from spec_kernels.ops.hidden_capture.reference import hidden_capture_reference
 
 _OP = "hidden_capture"
@@ -42,30 +43,9 @@ def hidden_capture(
         ValueError: a shape, dtype, device or stride is not as above, ``slot`` is out of range, or
             ``out`` is ``residual``.
     """
-    check_tensor(_OP, "residual", residual, (None, None), FLOATS)
-    num_rows, hidden = residual.shape
-    same = (residual.dtype,)
-    device = residual.device
-    check_tensor(_OP, "weight", weight, (hidden,), same, device)
-    check_last_dim(_OP, "weight", weight)
-    check_last_dim(_OP, "residual", residual)
+    check_hidden_capture(_OP, residual, weight, out, capture, slot, x=x)
     if out is None:
-        out = torch.empty((num_rows, hidden), dtype=residual.dtype, device=device)
-    else:
-        check_tensor(_OP, "out", out, (num_rows, hidden), same, device)
-        check_last_dim(_OP, "out", out)
-        if out is residual:
-            fail(_OP, "out", "a tensor other than residual", "the same tensor")
-    if x is not None:
-        check_tensor(_OP, "x", x, (num_rows, hidden), same, device)
-        check_last_dim(_OP, "x", x)
-    if capture is not None:
-        check_tensor(_OP, "capture", capture, (None, None, hidden), same, device)
-        check_last_dim(_OP, "capture", capture)
-        if capture.shape[0] < num_rows:
-            fail(_OP, "capture", f"at least {num_rows} rows", capture.shape[0])
-        if not 0 <= slot < capture.shape[1]:
-            fail(_OP, "slot", f"0 <= slot < {capture.shape[1]}", slot)
+        out = new_out(residual)
     args = (x, residual, weight, eps, out, capture, slot)
-    run(_OP, backend, device, args, hidden_capture_reference)
+    run(_OP, backend, residual.device, args, hidden_capture_reference)
     return out

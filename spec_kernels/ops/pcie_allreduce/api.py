@@ -11,16 +11,20 @@ from __future__ import annotations
 import torch
 
 from spec_kernels.ops.common import run
+from spec_kernels.ops.hidden_capture.checks import new_out
 from spec_kernels.ops.pcie_allreduce.algorithms import AUTO, algorithm_id
 from spec_kernels.ops.pcie_allreduce.checks import (
+    check_algorithm,
     check_all_gather,
     check_allreduce,
+    check_allreduce_norm,
     check_broadcast,
     check_data,
     check_group,
 )
 from spec_kernels.ops.pcie_allreduce.reference import (
     pcie_all_gather_reference,
+    pcie_allreduce_norm_reference,
     pcie_allreduce_reference,
     pcie_barrier_reference,
     pcie_broadcast_reference,
@@ -69,8 +73,55 @@ def pcie_allreduce(
         out = torch.empty_like(input)
     check_allreduce(op, input, out)
     algorithm = algorithm_id(op, algorithm)
+    check_algorithm(op, algorithm, input, world_size)
     args = (input, out, workspace, rank, world_size, timeout_ms, algorithm)
     run(op, backend, input.device, args, pcie_allreduce_reference)
+    return out
+
+
+def pcie_allreduce_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    workspace: torch.Tensor,
+    rank: int,
+    world_size: int,
+    *,
+    capture: torch.Tensor | None = None,
+    slot: int = 0,
+    timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    algorithm: int | str = AUTO,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``hidden_capture`` of the sum over ranks: all-reduce, residual add, RMSNorm and capture.
+
+    On every backend the bits of ``pcie_allreduce`` followed by ``hidden_capture``: the sum is
+    rounded to its dtype, added to the residual, rounded again, captured and normalised. So what is
+    captured is the complete sum. A row's bits depend on that row alone.
+
+    Args:
+        input: contiguous ``[T, H]`` float32 or bfloat16, this rank's part of the block output.
+        residual, weight, eps, capture, slot, out: as for ``hidden_capture``, the same on every
+            rank; ``out`` may be ``input``.
+        workspace, rank, world_size, timeout_ms, algorithm: as for ``pcie_allreduce``.
+        backend: see ``spec_kernels.ops.common.BACKENDS``.
+
+    Raises:
+        ValueError: an argument is not as above. No rank's data were touched.
+        RuntimeError: as for ``pcie_allreduce``; rows may have been updated by then.
+    """
+    op = "pcie_allreduce_norm"
+    check_group(op, workspace, rank, world_size, timeout_ms)
+    check_allreduce_norm(op, input, residual, weight, out, capture, slot)
+    algorithm = algorithm_id(op, algorithm)
+    check_algorithm(op, algorithm, input, world_size)
+    if out is None:
+        out = new_out(residual)
+    group = (workspace, rank, world_size, timeout_ms, algorithm)
+    args = (input, residual, weight, eps, out, capture, slot, *group)
+    run(op, backend, input.device, args, pcie_allreduce_norm_reference)
     return out
 
 

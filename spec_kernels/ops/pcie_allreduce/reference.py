@@ -12,15 +12,20 @@ import torch
 
 from spec_kernels._library import register_reference
 from spec_kernels.ops.common import fail
+from spec_kernels.ops.hidden_capture.reference import hidden_capture_reference
+from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
 from spec_kernels.ops.pcie_allreduce.checks import (
+    SCALE_GROUP,
+    check_algorithm,
     check_all_gather,
     check_allreduce,
+    check_allreduce_norm,
     check_broadcast,
-    check_exact,
     check_group,
+    island_size,
 )
 
-OPS = ("pcie_allreduce", "pcie_all_gather", "pcie_broadcast", "pcie_barrier")
+OPS = ("pcie_allreduce", "pcie_allreduce_norm", "pcie_all_gather", "pcie_broadcast", "pcie_barrier")
 _DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=lambda d: str(d))
 )
@@ -34,14 +39,55 @@ def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     An absent operand is skipped: three parts give ``(p0+p1)+p2``, five ``((p0+p1)+(p2+p3))+p4``,
     six ``(…)+(p4+p5)``, seven ``(…)+((p4+p5)+p6)``.
     """
+    return _tree([p.float() for p in parts]).to(parts[0].dtype)
 
-    def tree(level: list[torch.Tensor]) -> torch.Tensor:
-        if len(level) == 1:
-            return level[0]
-        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
-        return tree([p[0] + p[1] if len(p) == 2 else p[0] for p in pairs])
 
-    return tree([p.float() for p in parts]).to(parts[0].dtype)
+def _tree(level: list[torch.Tensor]) -> torch.Tensor:
+    if len(level) == 1:
+        return level[0]
+    pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+    return _tree([p[0] + p[1] if len(p) == 2 else p[0] for p in pairs])
+
+
+def lossy_sum(parts: list[torch.Tensor], algorithm: int, island: int | None = None) -> torch.Tensor:
+    """The sum as algorithms 5 to 7 define it: fp32 in the canonical order, rounded on the way too.
+
+    ``hierarchical_bf16``: the partial sum of each island (``island`` consecutive ranks) is rounded
+    to bfloat16, which is what travels between islands.
+
+    ``two_shot_fp8``, ``two_shot_int8``: every rank's part is sent, as ``coded`` says, to the rank
+    that adds it up, and the sum is sent back in the same way. A rank's own part is no exception,
+    so that all ranks get the same bits.
+    """
+    if len(parts) == 1:
+        return parts[0].clone()
+    dtype = parts[0].dtype
+    parts = [p.float() for p in parts]
+    if algorithm == ALGORITHMS["hierarchical_bf16"]:
+        island = island or island_size("pcie_allreduce", len(parts))
+        islands = [parts[i : i + island] for i in range(0, len(parts), island)]
+        return _tree([_tree(i).bfloat16().float() for i in islands]).to(dtype)
+    total = _tree([coded(p, algorithm) for p in parts])
+    return coded(total, algorithm).to(dtype)
+
+
+def coded(x: torch.Tensor, algorithm: int) -> torch.Tensor:
+    """What the receiver reads of float32 ``x``, whose last dimension is a multiple of 128.
+
+    Each 128 consecutive elements share ``scale`` = greatest magnitude / M (float32), with M = 448
+    for float8_e4m3fn and 127 for int8. An element travels as ``x / scale`` (x where the scale is
+    0), clamped to [-M, M] and rounded to nearest even; it arrives times ``scale``. A group with an
+    infinity or a NaN arrives as NaN.
+    """
+    groups = x.unflatten(-1, (-1, SCALE_GROUP))
+    int8 = algorithm == ALGORITHMS["two_shot_int8"]
+    most = 127.0 if int8 else 448.0
+    amax = groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax.isfinite(), amax / most, torch.nan)
+    scaled = (groups / torch.where(scale == 0, 1.0, scale)).clamp(-most, most)
+    # An integer has no negative zero.
+    code = scaled.round() + 0.0 if int8 else scaled.to(torch.float8_e4m3fn).float()
+    return (code * scale).view(x.shape)
 
 
 class GlooGroup:
@@ -52,7 +98,8 @@ class GlooGroup:
     fit), so that ranks whose calls differ all raise instead of waiting for one another.
     """
 
-    _HEAD = 6  # op, numel, bytes an item, dtype, source, length of the reason for an abort
+    # Op, numel, bytes an item, dtype, source, length of the reason for an abort, algorithm, row.
+    _HEAD = 8
     _INLINE = 16 << 10
 
     def __init__(self, store, rank: int, world_size: int, timeout_ms: int):
@@ -79,7 +126,7 @@ class GlooGroup:
             return
         self._error = f"aborted by rank {self.rank}: {reason}"
         text = reason.encode()[: self._INLINE]
-        head = torch.tensor([-1, 0, 0, 0, 0, len(text)])
+        head = torch.tensor([-1, 0, 0, 0, 0, len(text), 0, 0])
         block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8)
         block[: 8 * self._HEAD] = head.view(torch.uint8)
         block[8 * self._HEAD :][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -89,13 +136,20 @@ class GlooGroup:
             pass  # peers that no longer listen need no telling
 
     def exchange(
-        self, op: str, data: torch.Tensor | None, timeout_ms: int, src: int = -1
+        self,
+        op: str,
+        data: torch.Tensor | None,
+        timeout_ms: int,
+        *,
+        src: int = -1,
+        algorithm: int = 0,
+        row: int = 0,
     ) -> list[torch.Tensor]:
         """Every rank's ``data``, flat and on the CPU; with ``src``, that rank's alone."""
         if self._error is not None:
             raise RuntimeError(f"{op}: rank {self.rank} of {self.world_size}: {self._error}")
         try:
-            return self._exchange(op, data, timeout_ms, src)
+            return self._exchange(op, data, timeout_ms, src, algorithm, row)
         except RuntimeError as error:
             if self._error is None:
                 self._error = f"gloo: {error} (epoch {self._epoch}, timeout {timeout_ms} ms)"
@@ -105,13 +159,14 @@ class GlooGroup:
         finally:
             self._epoch += 1
 
-    def _exchange(self, op, data, timeout_ms, src):
+    def _exchange(self, op, data, timeout_ms, src, algorithm, row):
         if data is None:
             data = torch.empty(0, dtype=torch.uint8)
         flat = data.detach().cpu().reshape(-1)
         raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
         size = flat.element_size()
-        head = torch.tensor([OPS.index(op), flat.numel(), size, _DTYPES.index(flat.dtype), src, 0])
+        dtype = _DTYPES.index(flat.dtype)
+        head = torch.tensor([OPS.index(op), flat.numel(), size, dtype, src, 0, algorithm, row])
         block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8)
         block[: 8 * self._HEAD] = head.view(torch.uint8)
         fits = raw.numel() <= self._INLINE
@@ -156,11 +211,13 @@ class GlooGroup:
 
 
 def _describe(head: list[int]) -> str:
-    op, numel, _, dtype, src, _ = head
+    op, numel, _, dtype, src, _, algorithm, row = head
     if OPS[op] == "pcie_barrier":
         return OPS[op]
     text = f"{OPS[op]} of {numel} {str(_DTYPES[dtype]).removeprefix('torch.')}"
-    return text if OPS[op] != "pcie_broadcast" else f"{text} from rank {src}"
+    text += f" in rows of {row}" if row else ""
+    text += f" from rank {src}" if OPS[op] == "pcie_broadcast" else ""
+    return text + (f" by algorithm {algorithm}" if algorithm else "")
 
 
 def _group(op: str, workspace: torch.Tensor, rank: int, world_size: int) -> GlooGroup:
@@ -175,18 +232,53 @@ def _group(op: str, workspace: torch.Tensor, rank: int, world_size: int) -> Gloo
     return group
 
 
+def _summed(op, input, workspace, rank, world_size, timeout_ms, algorithm, row=0) -> torch.Tensor:
+    group = _group(op, workspace, rank, world_size)
+    parts = group.exchange(op, input, timeout_ms, algorithm=algorithm, row=row)
+    if algorithm in LOSSY:
+        total = lossy_sum([p.view(input.shape) for p in parts], algorithm)
+    else:
+        total = ordered_sum(parts)
+    return total.view(input.shape)
+
+
 def pcie_allreduce_reference(
     input, out, workspace, rank, world_size, timeout_ms, algorithm
 ) -> None:
     op = "pcie_allreduce"
     check_group(op, workspace, rank, world_size, timeout_ms)
     check_allreduce(op, input, out)
-    check_exact(op, algorithm)
+    check_algorithm(op, algorithm, input, world_size)
     if world_size == 1:
         out.copy_(input)
         return
-    parts = _group(op, workspace, rank, world_size).exchange(op, input, timeout_ms)
-    out.copy_(ordered_sum(parts).view(input.shape))
+    out.copy_(_summed(op, input, workspace, rank, world_size, timeout_ms, algorithm))
+
+
+def pcie_allreduce_norm_reference(
+    input,
+    residual,
+    weight,
+    eps,
+    out,
+    capture,
+    slot,
+    workspace,
+    rank,
+    world_size,
+    timeout_ms,
+    algorithm,
+) -> None:
+    op = "pcie_allreduce_norm"
+    check_group(op, workspace, rank, world_size, timeout_ms)
+    check_allreduce_norm(op, input, residual, weight, out, capture, slot)
+    check_algorithm(op, algorithm, input, world_size)
+    total = input
+    if world_size > 1:
+        row = input.shape[1]
+        total = _summed(op, input, workspace, rank, world_size, timeout_ms, algorithm, row)
+    total = total.to(residual.device)
+    hidden_capture_reference(total, residual, weight, eps, out, capture, slot)
 
 
 def pcie_all_gather_reference(input, out, workspace, rank, world_size, timeout_ms) -> None:
@@ -207,7 +299,7 @@ def pcie_broadcast_reference(tensor, src, workspace, rank, world_size, timeout_m
     check_broadcast(op, tensor, src, world_size)
     if world_size == 1:
         return
-    (part,) = _group(op, workspace, rank, world_size).exchange(op, tensor, timeout_ms, src)
+    (part,) = _group(op, workspace, rank, world_size).exchange(op, tensor, timeout_ms, src=src)
     if rank != src:
         tensor.copy_(part.view(tensor.shape))
 
@@ -220,6 +312,7 @@ def pcie_barrier_reference(workspace, rank, world_size, timeout_ms) -> None:
 
 
 register_reference("pcie_allreduce", pcie_allreduce_reference)
+register_reference("pcie_allreduce_norm", pcie_allreduce_norm_reference)
 register_reference("pcie_all_gather", pcie_all_gather_reference)
 register_reference("pcie_broadcast", pcie_broadcast_reference)
 register_reference("pcie_barrier", pcie_barrier_reference)
