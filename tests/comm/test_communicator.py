@@ -13,7 +13,10 @@ from spec_kernels.comm import Communicator
 from spec_kernels.comm.communicator import _host, shared_memory_reason
 from spec_kernels.comm.launch import RankError, RankGroup, launch
 from spec_kernels.comm.policy import Policy, choose_policy
-from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
+from spec_kernels.ops.hidden_capture import hidden_capture
+from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
+from spec_kernels.ops.pcie_allreduce.reference import lossy_sum, ordered_sum
+from spec_kernels.testing.compare import assert_same_bits, poisoned
 
 # Each forces one path of the sum, whatever this machine would choose.
 POLICIES = {
@@ -131,6 +134,89 @@ def test_special_values(policy):
             assert r[5] == inf
 
 
+def normed(comm, sums, num_rows, hidden, dtype, algorithm=0, gap=0):
+    """Both ways to add, norm and capture ``sums`` ([8, rows * hidden]); asserts that they agree."""
+    g = torch.Generator().manual_seed(num_rows + hidden)
+    residual = torch.randn(num_rows, hidden, generator=g).to(dtype)
+    weight = (1 + 0.2 * torch.randn(hidden, generator=g)).to(dtype)
+    x = sums[comm.rank].view(num_rows, hidden).clone()
+    capture = poisoned(num_rows + 1, 2, hidden, dtype=dtype)
+    stream, kept = residual.clone(), capture.clone()
+    added = comm.all_reduce(x, algorithm=algorithm)
+    want = hidden_capture(added, stream, weight, 1e-5, capture=kept, slot=1)
+
+    # Strided where it may be: what lies between the rows must stay as it is.
+    room = poisoned(2, num_rows, hidden + gap, dtype=dtype)
+    mine, out = room[0, :, :hidden], room[1, :, :hidden]
+    mine.copy_(residual)
+    got = comm.all_reduce_norm(
+        x, mine, weight, 1e-5, capture=capture, slot=1, out=out, algorithm=algorithm
+    )
+    assert got is out
+    for ours, right in ((got, want), (mine, stream), (capture, kept)):
+        assert_same_bits(ours, right)
+    assert room[:, :, hidden:].isnan().all()
+    mine.copy_(residual)
+    assert_same_bits(comm.all_reduce_norm(x, mine, weight, 1e-5, out=x, algorithm=algorithm), want)
+    assert_same_bits(mine, stream)
+    return stream
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_case_23_fused_equals_separate_and_captures_the_whole_sum(world_size, policy):
+    """Rows smaller and larger than a slot (4 KiB), several rows a step and one that ends early."""
+
+    def worker(comm):
+        streams = []
+        for dtype in DTYPES[:2]:
+            for num_rows, hidden in ((0, 8), (1, 1), (3, 40), (7, 700), (9, 1024), (2, 3001)):
+                sums = revealing(num_rows * hidden, dtype)
+                streams.append(normed(comm, sums, num_rows, hidden, dtype, gap=3))
+                parts = [p.view(num_rows, hidden) for p in sums[: comm.world_size]]
+                g = torch.Generator().manual_seed(num_rows + hidden)
+                residual = torch.randn(num_rows, hidden, generator=g).to(dtype)
+                whole = (residual.float() + ordered_sum(parts).float()).to(dtype)
+                assert_same_bits(streams[-1], whole)
+        return streams
+
+    results = run(worker, world_size, policy=POLICIES[policy], capacity=CAPACITY)
+    for streams in results[1:]:
+        for a, b in zip(streams, results[0], strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("policy", ["spinning", "blocks"])
+@pytest.mark.parametrize("world_size", [2, 6, 8])
+def test_lossy_sums_are_their_definition_on_every_rank(world_size, policy):
+    def worker(comm):
+        for dtype in DTYPES:
+            for shape in ((0, 128), (3, 128), (5, 640), (1, 4096)):
+                num = shape[0] * shape[1]
+                parts = list(revealing(num, dtype)[: comm.world_size].view(comm.world_size, *shape))
+                for algorithm in sorted(LOSSY):
+                    if algorithm == 5 and comm.world_size == 2:
+                        with pytest.raises(ValueError, match="hierarchical_bf16"):
+                            comm.all_reduce(parts[comm.rank], algorithm=algorithm)
+                        continue
+                    got = comm.all_reduce(parts[comm.rank], algorithm=algorithm)
+                    assert_same_bits(got, lossy_sum(parts, algorithm))
+                    if dtype != torch.float16:
+                        normed(comm, torch.stack(parts), *shape, dtype, algorithm)
+
+    run(worker, world_size, policy=POLICIES[policy], capacity=CAPACITY)
+
+
+def test_algorithms_by_name():
+    def worker(comm):
+        x = torch.full((2, 128), 1.0 + comm.rank)
+        with pytest.raises(ValueError, match="algorithm: expected one of auto, one_shot"):
+            comm.all_reduce(x, algorithm="three_shot")
+        return {name: comm.all_reduce(x, algorithm=name)[0, 0].item() for name in ALGORITHMS}
+
+    assert run(worker, 4) == [dict.fromkeys(ALGORITHMS, 10.0)] * 4
+
+
 def test_gather_broadcast_barrier():
     dtypes = (torch.uint8, torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.complex64)
 
@@ -160,7 +246,7 @@ def random_calls(comm, seed, num_calls, slow_rank):
     late = random.Random(comm.rank)
     world = comm.world_size
     for i in range(num_calls):
-        kind = draw.choice(("sum", "sum", "sum", "gather", "broadcast", "barrier"))
+        kind = draw.choice(("sum", "sum", "sum", "norm", "gather", "broadcast", "barrier"))
         num = draw.choice((0, 1, 5, 64, 700, 2048, 2049, 5000))
         dtype = draw.choice(DTYPES)
         src = draw.randrange(world)
@@ -169,6 +255,10 @@ def random_calls(comm, seed, num_calls, slow_rank):
         parts = list(revealing(num, dtype, i)[:world])
         if kind == "sum":
             assert torch.equal(comm.all_reduce(parts[comm.rank]), ordered_sum(parts)), (i, num)
+        elif kind == "norm":
+            hidden = draw.choice((1, 5, 300, 2500))
+            total = revealing(2 * hidden, torch.float32, i)
+            normed(comm, total, 2, hidden, torch.float32, draw.choice((0, 1, 2)))
         elif kind == "gather":
             assert torch.equal(comm.all_gather(parts[comm.rank]), torch.stack(parts)), (i, num)
         elif kind == "broadcast":
@@ -321,6 +411,11 @@ def test_exception_in_a_with_block_aborts_the_group():
     assert all("aborted by rank 1: KeyError: 'layer 7'" in results[r] for r in (0, 2))
 
 
+def fused(comm, num_rows, hidden):
+    x = torch.ones(num_rows, hidden)
+    return comm.all_reduce_norm(x, x.clone(), torch.ones(hidden), 1e-5)
+
+
 MISMATCHES = {
     "size": (
         lambda c: c.all_reduce(torch.ones(10 + c.rank)),
@@ -333,6 +428,24 @@ MISMATCHES = {
     "dtype": (
         lambda c: c.all_reduce(torch.ones(4, dtype=(torch.bfloat16, torch.float16)[c.rank])),
         ("4 bfloat16", "4 float16"),
+    ),
+    "algorithm": (
+        lambda c: c.all_reduce(torch.ones(4), algorithm=c.rank),
+        ("pcie_allreduce of 4 float32", "of 4 float32 by algorithm 1"),
+    ),
+    "lossy algorithm": (
+        lambda c: c.all_reduce(
+            torch.ones(128), algorithm=("two_shot_fp8", "two_shot_int8")[c.rank]
+        ),
+        ("by algorithm 6", "by algorithm 7"),
+    ),
+    "fused or not": (
+        lambda c: fused(c, 2, 2) if c.rank else c.all_reduce(torch.ones(2, 2)),
+        ("rank 0 calls pcie_allreduce of 4", "rank 1 calls pcie_allreduce_norm of 4 float32 in"),
+    ),
+    "rows": (
+        lambda c: fused(c, *((6, 2), (2, 6))[c.rank]),
+        ("pcie_allreduce_norm of 12 float32 in rows of 2", "of 12 float32 in rows of 6"),
     ),
     "op": (
         lambda c: c.barrier() if c.rank else c.all_gather(torch.ones(2)),

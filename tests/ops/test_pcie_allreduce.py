@@ -14,7 +14,9 @@ from spec_kernels import _library
 from spec_kernels.comm import Communicator
 from spec_kernels.comm.communicator import _host, shared_memory_reason
 from spec_kernels.comm.launch import launch
-from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
+from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
+from spec_kernels.ops.pcie_allreduce.reference import lossy_sum, ordered_sum
+from spec_kernels.testing.compare import assert_same_bits, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_shared_memory = pytest.mark.skipif(
@@ -59,6 +61,78 @@ def test_one_rounding():
     assert sum(parts[1:], parts[0]).item() == 1.0  # what bfloat16 accumulation would give
 
 
+def normed(name, dtype, num_rows=5, hidden=40):
+    """Arguments of the fused op on one rank, by name, and what hidden_capture makes of them."""
+    g = torch.Generator().manual_seed(7)
+    x, residual = (torch.randn(num_rows, hidden, generator=g).to(dtype) for _ in range(2))
+    weight = (1 + 0.2 * torch.randn(hidden, generator=g)).to(dtype)
+    capture = poisoned(num_rows + 1, 3, hidden, dtype=dtype)
+    stream, kept = residual.clone(), capture.clone()
+    want = spec_kernels.hidden_capture(x, stream, weight, 1e-5, capture=kept, slot=2, backend=name)
+    return (x, residual, weight, 1e-5), capture, (want, stream, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("algorithm", ["auto", "two_shot", 5])
+def test_norm_of_one_rank_is_hidden_capture(backend, dtype, algorithm):
+    args, capture, (want, stream, kept) = normed(backend, dtype)
+    options = {"capture": capture, "slot": 2, "backend": backend, "algorithm": algorithm}
+    got = spec_kernels.pcie_allreduce_norm(*args, empty_workspace(), 0, 1, **options)
+    for mine, right in ((got, want), (args[1], stream), (capture, kept)):
+        assert_same_bits(mine, right)
+    args, capture, _ = normed(backend, dtype)
+    out = args[0]  # in place
+    assert spec_kernels.pcie_allreduce_norm(*args, empty_workspace(), 0, 1, out=out) is out
+    assert_same_bits(out, want)
+
+
+@pytest.mark.parametrize("num", range(2, 9))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lossy_sums_err_as_little_as_their_formats_allow(num, dtype):
+    """Against float64: each element within the roundings that its own group and format imply."""
+    g = torch.Generator().manual_seed(num)
+    scale = 10.0 ** torch.randint(-4, 3, (3, 2, 1), generator=g)  # a group's own
+    parts = [(torch.randn(3, 2, 128, generator=g) * scale).to(dtype) for _ in range(num)]
+    exact = sum(p.double() for p in parts)
+    last = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal * 2**-7
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm not in LOSSY or (name == "hierarchical_bf16" and num not in (4, 6, 8)):
+            continue
+        got = lossy_sum([p.flatten(1) for p in parts], algorithm).view(3, 2, 128).double()
+        error = (got - exact).abs()
+        if name == "hierarchical_bf16":
+            allowed = 2.0**-8 * sum(p.double().abs() for p in parts)
+        else:
+            # Half a step: of fp8's three mantissa bits or its smallest subnormal; of int8's range.
+            def step(x, int8=name == "two_shot_int8"):
+                amax = x.abs().amax(-1, keepdim=True)
+                return amax / 254 if int8 else torch.maximum(x.abs() / 16, amax / 448 * 2**-10)
+
+            allowed = sum(step(p.double()) for p in parts)
+            allowed = allowed + step(exact.abs() + allowed)
+        assert (error <= 1.001 * allowed + last).all(), name
+        assert (error > last).any(), f"{name} loses nothing: not the lossy sum"
+
+
+@pytest.mark.parametrize("algorithm", sorted(LOSSY - {5}))
+def test_coded_groups_stand_alone(algorithm):
+    """A group's bits depend on the group; one bad value spoils the group and no other."""
+    g = torch.Generator().manual_seed(3)
+    parts = [torch.randn(4, 256, generator=g) for _ in range(3)]
+    whole = lossy_sum(parts, algorithm)
+    assert_same_bits(lossy_sum([p[2:3, 128:] for p in parts], algorithm), whole[2:3, 128:])
+    for bad in (float("inf"), float("nan")):
+        parts[1][1, 5] = bad
+        spoiled = lossy_sum(parts, algorithm)
+        assert spoiled[1, :128].isnan().all()
+        spoiled[1, :128] = whole[1, :128]
+        assert_same_bits(spoiled, whole)
+    zeros = [torch.zeros(1, 128), -torch.zeros(1, 128)]
+    assert (lossy_sum(zeros, algorithm) == 0).all()
+    tiny = [torch.full((1, 128), 1e-44)] * 2
+    assert lossy_sum(tiny, algorithm).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, 0, 4)])
 def test_one_rank_copies(backend, dtype, shape):
@@ -78,11 +152,17 @@ def test_fake_tensors():
         x, w = torch.empty(4, 8), torch.empty(0, dtype=torch.uint8)
         assert spec_kernels.pcie_allreduce(x, w, 0, 1).shape == (4, 8)
         assert spec_kernels.pcie_all_gather(x, w, 2, 8).shape == (8, 4, 8)
+        assert spec_kernels.pcie_allreduce_norm(x, x + 1, x[0], 1e-5, w, 0, 8).shape == (4, 8)
 
 
 def test_opcheck():
     x, w = torch.randn(5, 3), empty_workspace()
     torch.library.opcheck(ops.pcie_allreduce.default, (x, torch.empty_like(x), w, 0, 1, 1000, 0))
+    args, capture, _ = normed("reference", torch.float32)
+    group = (w, 0, 1, 1000, 0)
+    norm = ops.pcie_allreduce_norm.default
+    torch.library.opcheck(norm, (*args, torch.empty_like(args[0]), capture, 1, *group))
+    torch.library.opcheck(norm, (*args, torch.empty_like(args[0]), None, 0, *group))
     torch.library.opcheck(ops.pcie_all_gather.default, (x, x.new_empty(1, 5, 3), w, 0, 1, 1000))
     torch.library.opcheck(ops.pcie_broadcast.default, (x, 0, w, 0, 1, 1000))
     torch.library.opcheck(ops.pcie_barrier.default, (w, 0, 1, 1000))
@@ -95,10 +175,20 @@ def test_compiles_fullgraph():
     def f(x):
         y = comm.all_reduce(x * 2)
         comm.barrier()
-        return comm.all_gather(comm.broadcast(y + 1))
+        residual = torch.zeros_like(x)
+        comm.all_reduce_norm(x, residual, x[0], 1e-5, algorithm="one_shot")
+        return comm.all_gather(comm.broadcast(y + 1)), residual
 
     x = torch.randn(4, 8)
-    assert torch.equal(f(x), (x * 2 + 1)[None])
+    gathered, residual = f(x)
+    assert torch.equal(gathered, (x * 2 + 1)[None]) and torch.equal(residual, x)
+
+
+def norm(x, residual, w, out=None, capture=None, slot=0, algorithm=0):
+    out = torch.empty_like(residual) if out is None else out
+    weight = residual.new_ones(residual.shape[-1])
+    group = (w, 0, 2, 9, algorithm)
+    ops.pcie_allreduce_norm(x, residual, weight, 1e-5, out, capture, slot, *group)
 
 
 BAD_CALLS = {
@@ -112,6 +202,22 @@ BAD_CALLS = {
     "short out": (lambda x, w: ops.pcie_allreduce(x, x[1:], w, 0, 2, 9, 0), "out"),
     "overlap": (lambda x, w: ops.pcie_allreduce(x[1:], x[:-1], w, 0, 2, 9, 0), "out"),
     "strided": (lambda x, w: ops.pcie_allreduce(x.t(), x.t(), w, 0, 2, 9, 0), "input"),
+    "algorithm": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 2, 9, 8), "algorithm"),
+    "row without whole groups": (
+        lambda x, w: ops.pcie_allreduce(x, x, w, 0, 2, 9, 6),
+        "multiple of 128",
+    ),
+    "no islands": (lambda x, w: ops.pcie_allreduce(x, x, w, 0, 2, 9, 5), "4, 6 or 8"),
+    "norm of a vector": (lambda x, w: norm(x[0], x[0].clone(), w), "residual"),
+    "norm of halves": (lambda x, w: norm(x.half(), x.half(), w), "residual"),
+    "norm of strided rows": (lambda x, w: norm(x.t(), x.clone(), w), "input"),
+    "norm into the residual": (lambda x, w: norm(x, y := x.clone(), w, out=y), "out"),
+    "norm of other rows": (lambda x, w: norm(x[1:], x.clone(), w), "input"),
+    "norm into the workspace": (
+        lambda x, w: norm(x, w[-64:].view(torch.float32).view(4, 4), w),
+        "residual: expected memory apart from workspace",
+    ),
+    "slot beyond": (lambda x, w: norm(x, x.clone(), w, capture=x.clone()[:, None], slot=1), "slot"),
     "gather short": (lambda x, w: ops.pcie_all_gather(x, x.clone(), w, 0, 2, 9), "out"),
     "gather in place": (lambda x, w: ops.pcie_all_gather(x[:2], x, w, 0, 2, 9), "out"),
     "source": (lambda x, w: ops.pcie_broadcast(x, 2, w, 0, 2, 9), "src"),
@@ -181,6 +287,14 @@ def test_damaged_header_is_refused(offset):
         lambda w: spec_kernels.pcie_allreduce(torch.ones(2), None, 0, 1),
         lambda w: spec_kernels.pcie_allreduce(torch.ones(2), w, 0, 1, backend="triton"),
         lambda w: spec_kernels.pcie_allreduce(torch.ones(2), w, 0, 1, timeout_ms=-1),
+        lambda w: spec_kernels.pcie_allreduce(torch.ones(2), w, 0, 1, algorithm="three_shot"),
+        lambda w: spec_kernels.pcie_allreduce(torch.ones(2), w, 0, 1, algorithm=-1),
+        lambda w: spec_kernels.pcie_allreduce(torch.ones(2), w, 0, 3, algorithm=5),
+        lambda w: spec_kernels.pcie_allreduce(torch.ones(4, 129), w, 0, 1, algorithm=7),
+        lambda w: spec_kernels.pcie_allreduce_norm(*[torch.ones(2)] * 3, 1e-5, w, 0, 1),
+        lambda w: spec_kernels.pcie_allreduce_norm(
+            torch.ones(2, 3), torch.ones(2, 4), torch.ones(4), 1e-5, w, 0, 1
+        ),
         lambda w: spec_kernels.pcie_all_gather(torch.ones(2), w, 0, 1, out=torch.ones(2)),
         lambda w: spec_kernels.pcie_broadcast(torch.ones(2), 1, w, 0, 1),
         lambda w: spec_kernels.pcie_barrier(w.float(), 0, 1),
