@@ -143,7 +143,8 @@ SK_HOST_DEVICE constexpr Layout layout(int world_size, uint64_t one_shot_bytes,
 }
 
 enum class Phase : uint32_t {
-  kPush = 1,   // one-shot: the peer's own data
+  kNone,       // no wait of this rank's own: a peer gave up
+  kPush,       // one-shot: the peer's own data
   kScatter,    // the peer's share of mine
   kAcross,     // another island's partial sums
   kGather,     // the owner's sums
@@ -192,6 +193,10 @@ struct Attach {
 extern "C" {
 uint64_t spec_kernels_pcie_slab_bytes(int32_t world_size, uint64_t one_shot_bytes,
                                       uint64_t two_shot_bytes, int32_t island_size);
+// Between calls every byte of a slab from the first offset up to the second is 0xFF.
+void spec_kernels_pcie_slab_slots(int32_t world_size, uint64_t one_shot_bytes,
+                                  uint64_t two_shot_bytes, int32_t island_size, uint64_t* begin,
+                                  uint64_t* end);
 const char* spec_kernels_pcie_attach(const spec_kernels::slab::Attach* attach);
 const char* spec_kernels_pcie_detach(const void* slab);
 // How the group failed, in the words of the rank whose slab it is; null: it did not. Reads host

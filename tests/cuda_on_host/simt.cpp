@@ -248,7 +248,7 @@ class Machine {
     };
     while (!done()) {
       admit();
-      if (ready_.empty()) stop("deadlock: no thread can go on");
+      if (ready_.empty() && waiting_.empty()) stop("deadlock: no thread can go on");
       if (steps_ > limit) stop("no end: threads wait for memory that does not change");
       resume(pick());
       if (!failure_.empty()) stop("");
@@ -427,6 +427,7 @@ class Machine {
     });
     failure_.clear();
     ready_.clear();
+    waiting_.clear();
     each_stream([&](Stream* s) {
       for (const auto& b : s->live) {
         for (const Thread& t : b->threads) {
@@ -441,7 +442,7 @@ class Machine {
 
   void push(Thread* t) {
     t->state = State::kReady;
-    ready_.push_back(t);
+    (seed_ > 1 && t->spins > 1 ? waiting_ : ready_).push_back(t);
   }
 
   void admit() {
@@ -484,24 +485,25 @@ class Machine {
       ready_.pop_back();
       return t;
     }
+    // Who only waits for memory is asked less often than who can work.
+    std::deque<Thread*>& from =
+        ready_.empty() || (!waiting_.empty() && rng_.below(8) == 0) ? waiting_ : ready_;
     if (seed_ > 1) {
-      size_t best = rng_.below(ready_.size());
+      size_t best = rng_.below(from.size());
       // Odd seeds favour some warps for a while, so that they run far ahead of others.
       for (int i = 0; (seed_ & 1u) && i < 2; ++i) {
-        const size_t other = rng_.below(ready_.size());
-        if (favour(*ready_[other]) > favour(*ready_[best])) best = other;
+        const size_t other = rng_.below(from.size());
+        if (favour(*from[other]) > favour(*from[best])) best = other;
       }
       for (int i = 0; i < 8; ++i) {
-        const auto slow = slowness_.find(ready_[best]->block->stream->device);
+        const auto slow = slowness_.find(from[best]->block->stream->device);
         if (slow == slowness_.end() || rng_.below(static_cast<uint64_t>(slow->second)) == 0) break;
-        best = rng_.below(ready_.size());
+        best = rng_.below(from.size());
       }
-      // Who only waits is asked less often than who can work.
-      for (int i = 0; i < 3 && ready_[best]->spins > 1; ++i) best = rng_.below(ready_.size());
-      std::swap(ready_[best], ready_.front());
+      std::swap(from[best], from.front());
     }
-    Thread* t = ready_.front();
-    ready_.pop_front();
+    Thread* t = from.front();
+    from.pop_front();
     return t;
   }
 
@@ -670,7 +672,8 @@ class Machine {
   std::map<int, int> slowness_;
   Stream default_;
   std::vector<std::unique_ptr<Stream>> streams_;
-  std::deque<Thread*> ready_;
+  std::deque<Thread*> ready_;    // not `waiting_`, which has looked at memory twice in a row
+  std::deque<Thread*> waiting_;  // under random schedules
   std::vector<Fiber*> fibers_;
   Thread* current_ = nullptr;
   bool running_ = false;
