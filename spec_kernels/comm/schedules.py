@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, AUTO, LOSSY
-from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
+from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS, SCALE_GROUP
 
 PACKET_BYTES = 16
 TILE_PACKETS = 128
 TILE_BYTES = PACKET_BYTES * TILE_PACKETS
 MAX_BLOCKS = 64
 FLAG_BYTES = 4
+SCALE_BYTES = 4
 ISLAND_SIZES = (2, 4)
 
 SCHEDULED = tuple(name for name, number in ALGORITHMS.items() if number != AUTO)
@@ -205,7 +206,8 @@ def build(
         pull = algorithm == "hierarchical_pull"
         _hierarchical(out, chunks, num_ranks, island_size, partial, blocks if pull else 0)
     else:
-        _two_shot(out, chunks, num_ranks)
+        one_byte = algorithm in ("two_shot_fp8", "two_shot_int8")
+        _two_shot(out, chunks, num_ranks, itemsize if one_byte else 0)
     return Schedule(algorithm, num_ranks, num_bytes, tuple(out.transfers))
 
 
@@ -226,15 +228,25 @@ def _one_shot(out: _Builder, chunks, num_ranks: int) -> None:
             out.issue(rank, "push", c, peers)
 
 
-def _two_shot(out: _Builder, chunks, num_ranks: int) -> None:
+def _two_shot(out: _Builder, chunks, num_ranks: int, narrowed: int) -> None:
+    """``narrowed``: 0, or bytes of an element that travels as one, with a scale for each group."""
     ranks = range(num_ranks)
+
+    def share(tiles, owner: int) -> int:
+        size = _size(tiles, owner, num_ranks)
+        if not narrowed:
+            return size
+        elements = size // narrowed
+        size = elements + SCALE_BYTES * -(-elements // SCALE_GROUP)
+        return -(-size // PACKET_BYTES) * PACKET_BYTES
+
     for c, tiles in enumerate(chunks):
         for rank in ranks:
-            peers = [(p, _size(tiles, p, num_ranks)) for p in ranks if p != rank]
+            peers = [(p, share(tiles, p)) for p in ranks if p != rank]
             out.issue(rank, "scatter", c, peers)
     for c, tiles in enumerate(chunks):
         for rank in ranks:
-            peers = [(p, _size(tiles, rank, num_ranks)) for p in ranks if p != rank]
+            peers = [(p, share(tiles, rank)) for p in ranks if p != rank]
             out.issue(rank, "gather", c, peers, needs=out.came("scatter", [c], rank))
 
 
