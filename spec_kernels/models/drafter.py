@@ -17,8 +17,8 @@ from spec_kernels.models.layers import (
     Rotary,
     RowPlaces,
     Step,
+    add_norm,
     norm,
-    sum_over_ranks,
 )
 from spec_kernels.models.weights import DRAFTER_PREFIXES, Checkpoint, Shard
 
@@ -343,12 +343,10 @@ class Drafter:
             b.lse,
         )
         torch.mm(b.attended_rows, self.o_t, out=b.block)
-        sum_over_ranks(self.comm, b.block)
         r = b.normed_feature.clone() if config.norm_before_residual else feature
-        _ops.hidden_capture.default(b.block, r, self.mlp_norm, eps, b.normed, None, 0)
+        add_norm(self.comm, b.block, r, self.mlp_norm, eps, b.normed)
         self.mlp.forward(b.normed, b.block)
-        sum_over_ranks(self.comm, b.block)
-        _ops.hidden_capture.default(b.block, r, self.final_norm, eps, b.normed, None, 0)
+        add_norm(self.comm, b.block, r, self.final_norm, eps, b.normed)
         return (b.normed.clone() if config.norm_output else r), b.normed
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -103,6 +103,26 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> None:
         comm.all_reduce(x, out=x)
 
 
+def add_norm(
+    comm: Communicator,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    capture: Tensor | None = None,
+    slot: int = 0,
+) -> None:
+    """``residual +=`` every rank's ``x``; ``out = rms_norm(residual) * weight``; and captured.
+
+    One call either way, to the same bits on all ranks: what is captured is the sum over ranks.
+    """
+    if comm.world_size > 1:
+        comm.all_reduce_norm(x, residual, weight, eps, out=out, capture=capture, slot=slot)
+    else:
+        _ops.hidden_capture.default(x, residual, weight, eps, out, capture, slot)
+
+
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """``out [H, T, M] = x [H, T, K] @ weight [H, K, M]``, contiguous out.
 
@@ -117,9 +137,16 @@ def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x[head], weight[head], out=out[head])
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """``out = rms_norm(x) * weight`` for ``x [T, H]``, which stays as it is."""
-    _ops.hidden_capture.default(None, x, weight, eps, out, None, 0)
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    capture: Tensor | None = None,
+    slot: int = 0,
+) -> None:
+    """``out = rms_norm(x) * weight`` for ``x [T, H]``, which stays as it is, and is captured."""
+    _ops.hidden_capture.default(None, x, weight, eps, out, capture, slot)
 
 
 class Embedding:

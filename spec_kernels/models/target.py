@@ -18,11 +18,10 @@ from spec_kernels.models.layers import (
     MoE,
     Rotary,
     Step,
-    sum_over_ranks,
+    add_norm,
+    norm,
 )
 from spec_kernels.models.weights import TARGET_PREFIXES, Checkpoint, Shard
-
-_ops = torch.ops.spec_kernels
 
 
 class _Layer:
@@ -171,18 +170,21 @@ class Target:
             layer.attention.forward(
                 b.normed, step, places, self._cache_layers[index], b.attention, b.block
             )
-            sum_over_ranks(self.comm, b.block)
             self._add_norm(b.block, b, layer.mlp_norm, eps, None, None)
             layer.mlp.forward(b.normed, b.block)
-            sum_over_ranks(self.comm, b.block)
             added = b.block
         self._add_norm(added, b, self.final_norm, eps, capture, slot_of.get(len(self.layers)))
         if logit_rows is not None:
             return self.head.forward(b.normed.index_select(0, logit_rows))
         return self.head.forward(b.normed).view(*shape, -1)
 
-    @staticmethod
-    def _add_norm(x, b: _Buffers, weight, eps: float, capture, slot: int | None) -> None:
-        """residual += x; normed = norm(residual); the residual also goes to ``slot``, if any."""
+    def _add_norm(self, x, b: _Buffers, weight, eps: float, capture, slot: int | None) -> None:
+        """residual += x of all ranks; normed = norm(residual); the residual also goes to ``slot``.
+
+        Without x, the residual is the embedding, which all ranks have in full.
+        """
         kept = None if slot is None else capture
-        _ops.hidden_capture.default(x, b.residual, weight, eps, b.normed, kept, slot or 0)
+        if x is None:
+            norm(b.residual, weight, eps, b.normed, kept, slot or 0)
+        else:
+            add_norm(self.comm, x, b.residual, weight, eps, b.normed, kept, slot or 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_kernels.comm import Communicator
 from spec_kernels.comm.launch import launch
@@ -118,6 +121,31 @@ def test_case_23_captured_streams_are_summed_over_ranks(plain, tp):
         torch.testing.assert_close(other_logits, logits, rtol=1e-4, atol=1e-5)
         assert torch.equal(other_capture, results[0][1])
         assert torch.equal(other_logits, results[0][0])
+
+
+def _calls(comm, directory):
+    torch.set_num_threads(1)
+    target = Target.load(directory, comm)
+    calls = collections.Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls[function] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        forward(target, tokens())
+    ops = torch.ops.spec_kernels
+    fused, apart = ops.pcie_allreduce_norm.default, ops.pcie_allreduce.default
+    return len(target.layers), calls[fused], calls[apart], calls[ops.hidden_capture.default]
+
+
+def test_sums_over_ranks_are_fused_with_the_norm_after_them(plain):
+    """Two a layer; what is left are the norms of the embedding and of each layer's q latent."""
+    for num_layers, fused, apart, norms in launch(_calls, 2, plain):
+        assert (fused, apart, norms) == (2 * num_layers, 0, 1 + num_layers)
+    num_layers, fused, apart, norms = _calls(Communicator.single(), plain)
+    assert (fused, apart, norms) == (0, 0, 1 + 3 * num_layers)
 
 
 def _split_embedding(comm, directory):
