@@ -69,6 +69,7 @@ class Communicator:
         self._workspace = workspace
         self._segment = segment
         self._gloo = gloo
+        self._devices = None
         ops = torch.ops.spec_kernels
         if gloo is None:
             self._all_reduce = ops.pcie_allreduce.default
@@ -117,6 +118,20 @@ class Communicator:
         """
         return Group(world_size, capacity, timeout_ms, policy, transport)
 
+    def attach_device(self, device, **options):
+        """Gives the ranks a ``DeviceGroup``, which takes tensors on its device from then on.
+
+        All ranks call it at the same time. Arguments, errors and what every rank must keep to: see
+        ``comm.device_group.DeviceGroup``. Tensors elsewhere go the way that they went before.
+        ``close`` closes it.
+        """
+        from spec_kernels.comm.device_group import DeviceGroup
+
+        if self._devices is not None:
+            raise ValueError(f"attach_device: expected none yet, got {self._devices.device}")
+        self._devices = DeviceGroup(self, device, **options)
+        return self._devices
+
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: int | str = AUTO
     ) -> torch.Tensor:
@@ -125,6 +140,8 @@ class Communicator:
         ``algorithm``: a name or number of ``spec_kernels.ops.pcie_allreduce.algorithms``, the same
         on every rank.
         """
+        if self._devices is not None and self._devices.takes(x):
+            return self._devices.all_reduce(x, out, algorithm)
         if out is None:
             out = torch.empty_like(x)
         try:
@@ -160,6 +177,10 @@ class Communicator:
         The bits of ``all_reduce`` followed by ``hidden_capture``, in one call; arguments as for
         ``spec_kernels.pcie_allreduce_norm``.
         """
+        if self._devices is not None and self._devices.takes(x):
+            return self._devices.all_reduce_norm(
+                x, residual, weight, eps, capture=capture, slot=slot, out=out, algorithm=algorithm
+            )
         if out is None:
             out = torch.empty_like(x)
         try:
@@ -185,6 +206,11 @@ class Communicator:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Every rank's ``x``: ``[world_size, *x.shape]``, any dtype."""
+        if self._devices is not None and self._devices.takes(x):
+            return self._devices.all_gather(x, out)
+        return self._gather(x, out)
+
+    def _gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = x.new_empty((self.world_size, *x.shape))
         try:
@@ -195,6 +221,8 @@ class Communicator:
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrites ``x`` with rank ``src``'s, any dtype; returns ``x``."""
+        if self._devices is not None and self._devices.takes(x):
+            return self._devices.broadcast(x, src)
         try:
             self._broadcast(x, src, self._workspace, self.rank, self.world_size, self.timeout_ms)
         except RuntimeError as error:
@@ -202,11 +230,18 @@ class Communicator:
         return x
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Returns when every rank has called it: the processes, not what their devices do."""
         try:
             self._barrier(self._workspace, self.rank, self.world_size, self.timeout_ms)
         except RuntimeError as error:
             raise _translated(error) from None
+
+    def exchange(self, value: object) -> list:
+        """Every rank's ``value``, in rank order: anything that JSON can hold, of any length."""
+        text = json.dumps(value).encode()
+        lengths = self._gather(torch.tensor([len(text)])).flatten().tolist()
+        padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+        return [json.loads(bytes(row.tolist())) for row in self._gather(padded)]
 
     def abort(self, reason: str) -> None:
         """Makes every rank's present or next call raise with ``reason``."""
@@ -216,7 +251,18 @@ class Communicator:
             self._gloo.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group; peers that still wait for this rank raise. May be called twice."""
+        """Leaves the group; peers that still wait for this rank raise. May be called twice.
+
+        An attached ``DeviceGroup`` is closed first, together with all ranks.
+        """
+        devices, self._devices = self._devices, None
+        try:
+            if devices is not None:
+                devices.close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         if self._segment is not None:
             self._segment.leave()
         if self._gloo is not None:
@@ -233,19 +279,19 @@ class Communicator:
     def __exit__(self, kind, error, trace) -> None:
         if error is not None:
             self.abort(f"{kind.__name__}: {error}")
+            if self._devices is not None:
+                self._devices.leave()
+                self._devices = None
         self.close()
 
     def _agree(self, settings: Mapping[str, object]) -> None:
         """Compares settings across ranks; all raise, naming what differs, or none does."""
-        text = json.dumps(dict(settings), sort_keys=True, default=str).encode()
-        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        digests = self.all_gather(digest)
+        plain = json.loads(json.dumps(dict(settings), sort_keys=True, default=str))
+        digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
+        digests = self._gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         if bool((digests == digests[0]).all()):
             return
-        lengths = self.all_gather(torch.tensor([len(text)])).flatten().tolist()
-        padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
-        rows = self.all_gather(padded)
-        others = [json.loads(bytes(row.tolist())) for row in rows]
+        others = self.exchange(plain)
         differences = []
         for rank, other in enumerate(others[1:], 1):
             for key in sorted(others[0].keys() | other.keys()):
