@@ -236,5 +236,36 @@ __device__ void hierarchical(const Params& p, Call& call, Epilogue& epilogue) {
   take_gathered<T>(p, call, l.island_gather, base, num, epilogue);
 }
 
+// Bytes of one rank or of all, unchanged; without any, a barrier. They may hold every value, so a
+// flag says that they are there. Every rank waits for all others, whether or not they send.
+__device__ inline void pass_on(const Params& p, Call& call) {
+  const Region& region = p.layout.exchange;
+  const int t = static_cast<int>(threadIdx.x);
+  const uint32_t others = first_bits(p.world_size) & ~(1u << p.rank);
+  if (p.source < 0 || p.source == p.rank) {
+    for_tiles(p, [&](int k) {
+      const Tile<uint8_t> tile(p, k);
+      if (tile.num == 0 || call.over()) return;
+      const Packet own = tile.load(p.input, p.input_aligned);
+      for_others(p.rank, p.world_size,
+                 [&](int r) { store_packet(call.slot(region, r, p.rank, k, t), own); });
+    });
+  }
+  call.publish(others);
+  call.await(others);
+  for_tiles(p, [&](int k) {
+    const Tile<uint8_t> tile(p, k);
+    if (tile.num == 0) return;
+#pragma unroll 1
+    for (int r = 0; r < p.world_size; ++r) {
+      if (p.source >= 0 && (r != p.source || r == p.rank)) continue;
+      const Packet packet = call.over()   ? filled(kSentinel)
+                            : r == p.rank ? tile.load(p.input, p.input_aligned)
+                                          : load_packet(call.slot(region, p.rank, r, k, t));
+      tile.store(static_cast<char*>(p.out) + r * p.part_bytes, p.out_aligned, packet);
+    }
+  });
+}
+
 }  // namespace pcie
 }  // namespace spec_kernels

@@ -15,8 +15,6 @@ using pcie::Tile;
 using slab::Algorithm;
 using slab::Group;
 
-constexpr char kAllReduce[] = "pcie_allreduce";
-
 // The sum goes to `out`; poison (NaN in all dtypes) where it did not come.
 template <class T>
 struct StoreSum {
@@ -57,6 +55,12 @@ Kernel allreduce_kernel_of(int32_t algorithm) {
     default:
       return &allreduce_kernel<T, slab::kHierarchicalPull>;
   }
+}
+
+__global__ void __launch_bounds__(pcie::kThreads) pass_on_kernel(const __grid_constant__ Params p) {
+  Call call(p);
+  pcie::pass_on(p, call);
+  call.finish();
 }
 
 // 16 bytes at a time where all addresses allow it.
@@ -122,7 +126,7 @@ void launch(const char* op, Group& group, Kernel kernel, Params& p, int32_t num_
 
 void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
                     int64_t timeout_ms, int64_t algorithm) {
-  const char* op = kAllReduce;
+  const char* op = "pcie_allreduce";
   check_group(op, rank, world_size, timeout_ms);
   check_cuda_tensor(op, "input", input);
   check_same_device(op, "out", out, input);
@@ -164,8 +168,75 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   }
 }
 
+// Passes `bytes` bytes on, a slot at a time; `out` is written, part after part.
+void pass_on(const char* op, Group& group, const void* input, void* out, int64_t bytes,
+             int32_t source, int64_t timeout_ms, int32_t device) {
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = slab::checked_stream(op, group, device);
+  Params p = group_params(group, slab::kAuto, timeout_ms);
+  const int64_t capacity = group.layout.one_shot_tiles * static_cast<int64_t>(slab::kTileBytes);
+  p.source = source;
+  p.part_bytes = source < 0 ? bytes : 0;
+  p.input_aligned = aligned(input);
+  p.out_aligned = aligned(out) && p.part_bytes % slab::kPacketBytes == 0;
+  const int32_t num_blocks = group.entry(static_cast<uint64_t>(bytes)).num_blocks;
+  int64_t begin = 0;
+  do {  // a barrier is one launch without bytes
+    p.input = static_cast<const char*>(input) + begin;
+    p.out = static_cast<char*>(out) + begin;
+    p.row_elements = std::min(capacity, bytes - begin);
+    p.num_tiles = p.row_tiles = std::max<int32_t>(
+        1, static_cast<int32_t>((p.row_elements + slab::kTileBytes - 1) / slab::kTileBytes));
+    launch(op, group, &pass_on_kernel, p, num_blocks, stream);
+    begin += capacity;
+  } while (begin < bytes);
+}
+
+void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
+                     int64_t timeout_ms) {
+  const char* op = "pcie_all_gather";
+  check_group(op, rank, world_size, timeout_ms);
+  check_cuda_tensor(op, "input", input);
+  check_same_device(op, "out", out, input);
+  check_all_gather(op, input, out, world_size);
+  if (world_size == 1) return copy(op, input, out);
+  Group& group = checked_group(op, workspace, input, rank, world_size);
+  check_apart(op, "input", input, workspace);
+  check_apart(op, "out", out, workspace);
+  if (num_bytes(input) == 0) return;
+  pass_on(op, group, input.data_ptr(), out.data_ptr(), num_bytes(input), -1, timeout_ms,
+          input.get_device_index());
+}
+
+void pcie_broadcast(Tensor tensor, int64_t src, Tensor workspace, int64_t rank, int64_t world_size,
+                    int64_t timeout_ms) {
+  const char* op = "pcie_broadcast";
+  check_group(op, rank, world_size, timeout_ms);
+  check_cuda_tensor(op, "tensor", tensor);
+  check_broadcast(op, tensor, src, world_size);
+  if (world_size == 1) return;
+  Group& group = checked_group(op, workspace, tensor, rank, world_size);
+  check_apart(op, "tensor", tensor, workspace);
+  if (num_bytes(tensor) == 0) return;
+  pass_on(op, group, tensor.data_ptr(), tensor.data_ptr(), num_bytes(tensor),
+          static_cast<int32_t>(src), timeout_ms, tensor.get_device_index());
+}
+
+void pcie_barrier(Tensor workspace, int64_t rank, int64_t world_size, int64_t timeout_ms) {
+  const char* op = "pcie_barrier";
+  check_group(op, rank, world_size, timeout_ms);
+  if (world_size == 1) return;
+  Group& group = checked_group(op, workspace, workspace, rank, world_size);
+  pass_on(op, group, nullptr, nullptr, 0, -1, timeout_ms, workspace.get_device_index());
+}
+
 }  // namespace
 
-SK_CUDA_LIBRARY_IMPL(m) { m.impl("pcie_allreduce", TORCH_BOX(&pcie_allreduce)); }
+SK_CUDA_LIBRARY_IMPL(m) {
+  m.impl("pcie_allreduce", TORCH_BOX(&pcie_allreduce));
+  m.impl("pcie_all_gather", TORCH_BOX(&pcie_all_gather));
+  m.impl("pcie_broadcast", TORCH_BOX(&pcie_broadcast));
+  m.impl("pcie_barrier", TORCH_BOX(&pcie_barrier));
+}
 
 }  // namespace spec_kernels

@@ -21,6 +21,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "common/device.cuh"
 #include "pcie_allreduce/slab.h"
 
@@ -56,6 +58,10 @@ struct Params {
   int32_t rank, world_size, island_size;
   int32_t algorithm;
   uint64_t timeout_ns;
+  // Of bytes that are passed on: whose (-1: everybody's), and the bytes from one rank's part of
+  // `out` to the next.
+  int32_t source;
+  int64_t part_bytes;
   bool input_aligned, out_aligned;  // every packet of a full tile stands at a multiple of 16
 #if defined(SK_MUTANTS)
   uint32_t host_epoch;
@@ -170,11 +176,8 @@ __device__ inline uint32_t to_bits<__half>(float v) {
 // The bits of element i of a packet; in place where i is known when this is compiled.
 template <class T>
 __device__ inline uint32_t element(const Packet& packet, int i) {
-  if constexpr (sizeof(T) == 4) {
-    return packet.words[i];
-  } else {
-    return packet.words[i / 2] >> i % 2 * 16 & 0xffffu;
-  }
+  constexpr int kBits = 8 * static_cast<int>(sizeof(T)), kPerWord = 32 / kBits;
+  return packet.words[i / kPerWord] >> i % kPerWord * kBits & (0xffffffffu >> (32 - kBits));
 }
 
 template <class T>
@@ -321,7 +324,7 @@ class Call {
     const uint64_t now = device_nanoseconds();
     if (started_ == 0) started_ = now;
     over_ = seen_abort();
-    if (over_ || now - started_ <= p_.timeout_ns) return;
+    if (over_ || now - started_ <= patience(phase)) return;
     over_ = true;
     record(Failure::kTimeout, phase, peer, k, now - started_);
     const uint32_t self = static_cast<uint32_t>(p_.rank);
@@ -330,6 +333,14 @@ class Call {
   }
 
  private:
+  // Whoever waits for somebody who waits himself gives up later, so that the first to give up names
+  // the rank that is to blame. At most twice the timeout.
+  __device__ uint64_t patience(Phase phase) const {
+    const uint32_t later = max(static_cast<uint32_t>(phase), 2u) - 2u;
+    static_assert(static_cast<uint32_t>(Phase::kScatter) == 2);
+    return p_.timeout_ns + later * (p_.timeout_ns / 4);
+  }
+
   __device__ Control& control(int rank) const {
     return *reinterpret_cast<Control*>(p_.slabs[rank]);
   }
@@ -377,6 +388,10 @@ class Call {
 // to end, so that `out` may be `input`.
 template <class T>
 struct Tile {
+  using Bits = std::conditional_t<sizeof(T) == 1, uint8_t,
+                                  std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+
   int64_t begin;  // of this thread's packet, in elements
   int num;        // elements in it; none: the tile ends before
   int packets;    // of the tile
@@ -399,13 +414,8 @@ struct Tile {
     Packet packet = filled(0);
 #pragma unroll
     for (int i = 0; i < kPerPacket<T>; ++i) {
-      if (i >= num) continue;
-      if constexpr (sizeof(T) == 4) {
-        packet.words[i] = reinterpret_cast<const uint32_t*>(from)[i];
-      } else {
-        packet.words[i / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(from)[i])
-                               << i % 2 * 16;
-      }
+      const uint32_t bits = i < num ? reinterpret_cast<const Bits*>(from)[i] : 0;
+      packet.words[i / kPerWord] |= bits << i % kPerWord * (32 / kPerWord);
     }
     return packet;
   }
@@ -418,12 +428,7 @@ struct Tile {
     }
 #pragma unroll
     for (int i = 0; i < kPerPacket<T>; ++i) {
-      if (i >= num) continue;
-      if constexpr (sizeof(T) == 4) {
-        reinterpret_cast<uint32_t*>(to)[i] = packet.words[i];
-      } else {
-        reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(element<T>(packet, i));
-      }
+      if (i < num) reinterpret_cast<Bits*>(to)[i] = static_cast<Bits>(element<T>(packet, i));
     }
   }
 };

@@ -142,13 +142,14 @@ SK_HOST_DEVICE constexpr Layout layout(int world_size, uint64_t one_shot_bytes,
   return l;
 }
 
+// What a rank waits for, in the order in which one wait depends on another.
 enum class Phase : uint32_t {
   kNone,       // no wait of this rank's own: a peer gave up
   kPush,       // one-shot: the peer's own data
   kScatter,    // the peer's share of mine
+  kFlag,       // a flag: all-gather, broadcast, barrier, pull
   kAcross,     // another island's partial sums
   kGather,     // the owner's sums
-  kFlag,       // a flag: all-gather, broadcast, barrier, pull
   kNormalise,  // another block of this device, fused form
 };
 

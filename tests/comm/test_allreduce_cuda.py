@@ -1,0 +1,616 @@
+"""The CUDA collectives on the emulated machine: ranks are devices that nothing ever joins.
+
+All calls of a test are enqueued for every rank before any runs, so ranks drift as far apart as the
+protocol lets them; results are looked at when all is done, and then every slot must hold the
+sentinel again. ``SPEC_KERNELS_ALLREDUCE_CALLS`` makes the random sequences longer.
+"""
+
+import ctypes
+import os
+import random
+
+import pytest
+import torch
+from cuda_on_host import host_build
+
+from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
+
+pytestmark = pytest.mark.skipif(
+    host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
+)
+
+NUM_CALLS = int(os.environ.get("SPEC_KERNELS_ALLREDUCE_CALLS", "24"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = {1: "one_shot", 2: "two_shot", 3: "hierarchical", 4: "hierarchical_pull"}
+RESIDENT = 64  # blocks of a launch: all of a grid, as the protocol asks of a device
+
+
+@pytest.fixture(params=["cuda_on_host"])
+def machine(request):
+    m = host_build.load()
+    seed(m, 2)
+    yield m
+    m.configure(host_build.schedule())
+    m.set_clock(1)
+
+
+@pytest.fixture
+def make_group(machine):
+    from cuda_on_host.groups import Group
+
+    groups = []
+
+    def make(world_size, **options):
+        groups.append(Group(machine, world_size, **options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        for device in group.devices:
+            machine.slow(device, 1)
+        group.close()
+
+
+def seed(machine, number, max_steps=0):
+    """Schedule ``number``, another one for each that ``make sanitize`` asks for."""
+    machine.configure(number + 100 * host_build.schedule(), RESIDENT, max_steps)
+
+
+def table(num_blocks, algorithm=1):
+    return ((1 << 40, algorithm, num_blocks),)
+
+
+def same_bits(a, b):
+    width = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(width), b.view(width))
+
+
+def assert_sums(xs, outs):
+    """Every rank has ordered_sum's value, and all of them the same bits."""
+    want = ordered_sum(xs)
+    for out in outs:
+        assert torch.allclose(out, want, rtol=0, atol=0, equal_nan=True), (out, want)
+        assert torch.equal(torch.signbit(out) | out.isnan(), torch.signbit(want) | want.isnan())
+        assert same_bits(out, outs[0])
+
+
+def integers(rng, numel, dtype):
+    return torch.tensor([rng.randrange(-16, 17) for _ in range(numel)], dtype=dtype)
+
+
+def revealing(rng, numel, dtype):
+    """Values whose fp32 sum depends on the order in which they are added."""
+    scale = [1.0, 2.0**-9, 2.0**13, -(2.0**13), 2.0**14, 3.0]
+    return torch.tensor([rng.choice(scale) * rng.uniform(0.5, 2) for _ in range(numel)]).to(dtype)
+
+
+def extreme(rng, numel, dtype):
+    """NaN of every sign, infinities, -0, and words that equal the sentinel."""
+    values = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.0]
+    x = torch.tensor([rng.choice(values) for _ in range(numel)]).to(dtype)
+    bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for i in range(numel):
+        if rng.random() < 0.3:
+            bits[i] = -1
+    return x
+
+
+PAYLOADS = (integers, revealing, extreme)
+
+
+def place(x, offset):
+    """``x`` that many elements into memory of its own, which may end right after it."""
+    store = torch.zeros(x.numel() + offset, dtype=x.dtype)
+    store[offset:] = x
+    return store[offset:]
+
+
+class Sequence:
+    """Random calls of one group, enqueued for all ranks, and what must come out of them."""
+
+    def __init__(self, group, number, algorithms, sizes):
+        self.group = group
+        self.rng = random.Random(number)
+        self.algorithms = algorithms
+        self.sizes = sizes
+        self.checks = []
+
+    def add(self):
+        kind = self.rng.random()
+        if kind < 0.8:
+            self.sum()
+        elif kind < 0.9:
+            self.gather()
+        elif kind < 0.97:
+            self.broadcast()
+        else:
+            for rank in range(self.group.world_size):
+                self.group.barrier(rank)
+
+    def sum(self):
+        rng, group = self.rng, self.group
+        numel, dtype, make = rng.choice(self.sizes), rng.choice(DTYPES), rng.choice(PAYLOADS)
+        algorithm = rng.choice(self.algorithms)
+        xs = [make(rng, numel, dtype) for _ in range(group.world_size)]
+        outs = []
+        for rank, x in enumerate(xs):
+            mine = place(x, rng.choice((0, 0, 1, 3)))
+            out = mine if rng.random() < 0.3 else place(torch.full_like(x, 7), rng.choice((0, 1)))
+            outs.append(group.all_reduce(rank, mine, out, algorithm))
+        self.checks.append(lambda: assert_sums(xs, outs))
+
+    def gather(self):
+        rng, group = self.rng, self.group
+        numel = rng.choice(self.sizes)
+        xs = [
+            torch.tensor([rng.choice((0, 1, 127, 255)) for _ in range(numel)], dtype=torch.uint8)
+            for _ in range(group.world_size)
+        ]
+        outs = [group.all_gather(rank, place(x, rng.choice((0, 1)))) for rank, x in enumerate(xs)]
+
+        def check():
+            for out in outs:
+                assert torch.equal(out, torch.stack(xs))
+
+        self.checks.append(check)
+
+    def broadcast(self):
+        rng, group = self.rng, self.group
+        src = rng.randrange(group.world_size)
+        numel = rng.choice(self.sizes)
+        xs = [
+            torch.tensor([rng.choice((0, 1, -1)) for _ in range(numel)])
+            for _ in range(group.world_size)
+        ]
+        want = xs[src].clone()
+        for rank, x in enumerate(xs):
+            group.broadcast(rank, x, src)
+
+        def check():
+            for x in xs:
+                assert torch.equal(x, want)
+
+        self.checks.append(check)
+
+    def finish(self):
+        self.group.synchronize()
+        for check in self.checks:
+            check()
+        self.group.assert_at_rest()
+
+
+ISLANDS = {4: 2, 6: 2, 8: 4}
+SHAPES = [(w, 1 + w % 3, ISLANDS.get(w, 0)) for w in range(2, 9)] + [(8, 3, 2)]
+
+
+@pytest.mark.parametrize("slowed", [False, True], ids=["even", "one_slow"])
+@pytest.mark.parametrize("world_size,num_blocks,island_size", SHAPES)
+def test_case_30_random_sequences_stay_exact(
+    machine, make_group, world_size, num_blocks, island_size, slowed
+):
+    """Sizes, dtypes, algorithms, alignments; with one rank that lags as far as it can."""
+    seed(machine, 2 * world_size + slowed + 2)
+    group = make_group(
+        world_size,
+        one_shot_bytes=4096,
+        two_shot_bytes=6144,
+        island_size=island_size,
+        table=((256, 1, 1), (3000, 2, num_blocks), (1 << 40, 1, num_blocks)),
+    )
+    if slowed:
+        machine.slow(group.devices[world_size // 2], 24)
+    algorithms = (0, 1, 2, 3, 4) if island_size else (0, 1, 2)
+    sizes = (1, 2, 5, 9, 64, 127, 700, 1000, 1025, 2100, 3500)
+    sequence = Sequence(group, world_size, algorithms, sizes)
+    for _ in range(NUM_CALLS):
+        sequence.add()
+    sequence.finish()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_random_sequences_under_the_orders_that_are_not_random(machine, make_group, order):
+    machine.configure(order, RESIDENT)
+    group = make_group(8, island_size=2, table=table(3))
+    sequence = Sequence(group, order, (1, 2, 3, 4), (1, 300, 2500))
+    for _ in range(NUM_CALLS):
+        sequence.add()
+    sequence.finish()
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_back_to_back_calls_of_one_algorithm(machine, make_group, algorithm):
+    """The same slots again and again, one rank lagging: what a wrong clear would show first."""
+    seed(machine, 3)
+    group = make_group(4, island_size=2, table=table(2))
+    machine.slow(group.devices[1], 12)
+    sequence = Sequence(group, algorithm, (algorithm,), (600,))
+    for _ in range(2 * NUM_CALLS):
+        sequence.sum()
+    sequence.finish()
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("numel", [*range(1, 20), 257, 1023, 1024, 1025])
+def test_case_33_any_size_and_alignment(machine, make_group, numel, algorithm):
+    rng = random.Random(numel)
+    group = make_group(6, island_size=2, table=table(2))
+    done = []
+    for offset in (0, 1, 5):
+        for dtype in DTYPES:
+            xs = [integers(rng, numel, dtype) for _ in range(6)]
+            stores = [torch.full((numel + 16,), 9, dtype=dtype) for _ in xs]
+            outs = [store[8 + offset % 3 :][:numel] for store in stores]
+            for rank, x in enumerate(xs):
+                group.all_reduce(rank, place(x, offset), outs[rank], algorithm)
+            done.append((xs, outs, stores, 8 + offset % 3))
+    group.synchronize()
+    for xs, outs, stores, begin in done:
+        assert_sums(xs, outs)
+        for store in stores:
+            assert bool((store[:begin] == 9).all() and (store[begin + numel :] == 9).all())
+    group.assert_at_rest()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+def test_case_34_the_same_bits_from_every_algorithm(machine, make_group, world_size):
+    group = make_group(world_size, island_size=ISLANDS.get(world_size, 0), table=table(2))
+    rng = random.Random(world_size)
+    for dtype in DTYPES:
+        xs = [revealing(rng, 500, dtype) for _ in range(world_size)]
+        results = []
+        for algorithm in (1, 2, 3, 4) if world_size in ISLANDS else (1, 2):
+            results += [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+        group.synchronize()
+        assert_sums(xs, results)
+        if world_size > 2 and dtype == torch.float32:
+            rotated = ordered_sum(xs[1:] + xs[:1])
+            assert not torch.equal(rotated, results[0]), "the payload does not tell orders apart"
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_case_35_sums_are_rounded_once(machine, make_group, algorithm):
+    """256 and seven halves: in bf16, whose unit is 2 there, each half alone would be lost."""
+    group = make_group(8, island_size=4, table=table(1))
+    xs = [torch.full((40,), 256.0 if r == 0 else 0.5, dtype=torch.bfloat16) for r in range(8)]
+    outs = [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+    group.synchronize()
+    for out in outs:
+        assert out.tolist() == [260.0] * 40
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_words_that_equal_the_sentinel_arrive_as_nan(machine, make_group, algorithm):
+    seed(machine, 2, max_steps=1 << 22)
+    machine.set_clock(100)
+    group = make_group(4, island_size=2, table=table(1))
+    for dtype in DTYPES:
+        width = torch.int32 if dtype == torch.float32 else torch.int16
+        xs = [torch.ones(600, dtype=dtype) for _ in range(4)]
+        xs[2].view(width)[:300] = -1
+        outs = [
+            group.all_reduce(r, x, algorithm=algorithm, timeout_ms=20) for r, x in enumerate(xs)
+        ]
+        group.synchronize()
+        assert group.check(0) is None
+        for out in outs:
+            assert bool(out[:300].isnan().all()) and bool((out[300:] == 4).all())
+
+
+def test_minus_zero_stays(machine, make_group):
+    group = make_group(3, table=table(1))
+    xs = [torch.full((9,), -0.0) for _ in range(3)]
+    outs = [group.all_reduce(r, x, algorithm=2) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert all(bool(torch.signbit(out).all()) for out in outs)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_messages_beyond_the_capacity_take_several_launches(machine, make_group, algorithm):
+    group = make_group(4, one_shot_bytes=2048, two_shot_bytes=2048, island_size=2, table=table(2))
+    rng = random.Random(0)
+    xs = [revealing(rng, 2500, torch.bfloat16) for _ in range(4)]
+    before = machine.num_launches()
+    outs = [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert machine.num_launches() - before == 4 * 3
+    assert_sums(xs, outs)
+
+
+def test_nothing_is_launched_for_nothing(machine, make_group):
+    group = make_group(2)
+    before = machine.num_launches()
+    group.all_reduce(0, torch.empty(0))
+    group.all_gather(0, torch.empty(0))
+    group.broadcast(0, torch.empty(0), 1)
+    assert machine.num_launches() == before
+    xs = [torch.ones(3), torch.ones(3)]
+    outs = [group.all_reduce(r, x) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert outs[1].tolist() == [2.0] * 3, "the ranks are still in step"
+
+
+def test_a_group_of_one_copies(machine):
+    ops = getattr(torch.ops, host_build.NAMESPACE)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    for offset in (0, 1):
+        x = place(torch.randn(5000), offset)
+        out = torch.full_like(x, torch.nan)
+        ops.pcie_allreduce.default(x, out, nothing, 0, 1, 1000, 0)
+        assert torch.equal(x, out)
+        gathered = torch.full((1, 5000), torch.nan)
+        ops.pcie_all_gather.default(x, gathered, nothing, 0, 1, 1000)
+        assert torch.equal(gathered[0], x)
+        ops.pcie_broadcast.default(x, 0, nothing, 0, 1, 1000)
+        ops.pcie_barrier.default(nothing, 0, 1, 1000)
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_case_32_replays_are_eager_calls(machine, make_group, algorithm):
+    """In place, a sum over four ranks multiplies by four; graphs of two sizes and eager calls take
+    turns, and nothing waits in between."""
+    seed(machine, 5)
+    group = make_group(4, island_size=2, table=((600, 1, 1), (1 << 40, 1, 3)))
+    machine.slow(group.devices[3], 16)
+    rng = random.Random(0)
+    graphs, tensors = [], []
+    for numel in (90, 1700):
+        xs = [integers(rng, numel, torch.float32) for _ in range(4)]
+        tensors.append((xs, ordered_sum(xs)))
+        with machine.record() as graph:
+            for rank, x in enumerate(xs):
+                group.all_reduce(rank, x, x, algorithm)
+        graphs.append(graph)
+    eager = [torch.ones(333) for _ in range(4)]
+    order = [0, 1, 1, 0, 1, 0, 0, 0, 1]
+    for which in order:
+        machine.replay(graphs[which])
+        for rank, x in enumerate(eager):
+            group.all_reduce(rank, x, x, 3 - algorithm % 2)
+    group.synchronize()
+    for which, (xs, first) in enumerate(tensors):
+        want = first * 4.0 ** (order.count(which) - 1)
+        for x in xs:
+            assert torch.equal(x, want)
+    for x in eager:
+        assert torch.equal(x, torch.full((333,), 4.0 ** len(order)))
+    group.assert_at_rest()
+
+
+def test_case_32_the_epoch_counts_replays(machine, make_group):
+    group = make_group(2)
+    xs = [torch.ones(4), torch.ones(4)]
+    with machine.record() as graph:
+        for rank, x in enumerate(xs):
+            group.all_reduce(rank, x, x)
+    for _ in range(3):
+        machine.replay(graph)
+    group.synchronize()
+    assert [int(slab.view(torch.int32)[0]) for slab in group.slabs] == [2, 2]  # the first is 0
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    "algorithm,phase", [(1, "push"), (2, "scatter"), (3, "scatter"), (4, "scatter")]
+)
+def test_case_36_a_missing_rank_ends_the_call(machine, make_group, algorithm, phase):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(4, island_size=2, table=table(2))
+    xs = [torch.ones(1000) for _ in range(4)]
+    first = [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+    group.synchronize()
+    outs = [group.all_reduce(r, xs[r], algorithm=algorithm, timeout_ms=120) for r in (0, 1, 3)]
+    group.synchronize()
+    for out in first:
+        assert bool((out == 4).all())
+    for out in outs:
+        assert bool(out.isnan().all()), "a result without the missing rank's part"
+    messages = [group.check(r) for r in (0, 1, 3)]
+    assert all(messages) and group.check(2) is None
+    late = [m for m in messages if "did not arrive" in m]
+    assert late and all("epoch 1" in m and NAMES[algorithm] in m for m in late)
+    # Nobody blames a rank that itself waits.
+    assert all("rank 2 did not arrive" in m and f"phase {phase}" in m for m in late)
+    for rank in (0, 1, 3):
+        with pytest.raises(RuntimeError, match=f"rank {rank} of 4: .*(did not arrive|gave up)"):
+            group.all_reduce(rank, xs[rank], algorithm=algorithm)
+    # Too late, the missing one is told as well, and believes nothing that stands in its slots.
+    out = group.all_reduce(2, xs[2], algorithm=algorithm)
+    group.synchronize()
+    assert bool(out.isnan().all())
+    assert "gave up (epoch 1)" in group.check(2)
+
+
+def test_case_36_launches_behind_a_failed_one_are_poisoned_at_once(machine, make_group):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(2, table=table(1))
+    x = torch.ones(100)
+    outs = [group.all_reduce(0, x, algorithm=1 + i % 2, timeout_ms=2) for i in range(20)]
+    before = machine.steps()
+    group.synchronize()
+    # The first waits 2 ms of 100 ns a step; the others may not wait again.
+    assert machine.steps() - before < 3 * 20_000 + 20 * 1500
+    assert all(bool(out.isnan().all()) for out in outs)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_case_36_a_late_rank_gives_nobody_a_wrong_result(machine, make_group, late):
+    """It comes while the others give up: each element is the sum, or poison."""
+    seed(machine, 4 + late, max_steps=1 << 25)
+    machine.set_clock(100)
+    group = make_group(3, table=table(2))
+    machine.slow(group.devices[late], 1000)
+    xs = [torch.full((1200,), 2.0**r) for r in range(3)]
+    outs = []
+    for i in range(6):
+        for rank, x in enumerate(xs):
+            outs.append(group.all_reduce(rank, x, algorithm=1 + i % 2, timeout_ms=1))
+    group.synchronize()
+    for out in outs:
+        assert bool(((out == 7) | out.isnan()).all())
+
+
+@pytest.mark.parametrize("call", ["all_gather", "broadcast", "barrier"])
+def test_case_36_flags_are_waited_for_no_longer_than_data(machine, make_group, call):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(3, table=table(2))
+    x = torch.ones(900)
+    args = {"all_gather": (x,), "broadcast": (x, 2), "barrier": ()}[call]
+    outs = [getattr(group, call)(rank, *args, timeout_ms=1) for rank in (0, 1)]
+    group.synchronize()
+    assert any("rank 2 did not arrive" in group.check(r) for r in (0, 1))
+    assert any("phase flag" in group.check(r) for r in (0, 1))
+    for out in outs:
+        assert out is None or bool(out.isnan().all())
+
+
+def test_case_37_ranks_that_disagree_on_the_size_end(machine, make_group):
+    """Who has what it wants may go on; nobody waits for ever, and nobody's next call is wrong."""
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(2, table=table(1))
+    group.all_reduce(0, torch.ones(64), timeout_ms=1)
+    group.all_reduce(1, torch.ones(512), timeout_ms=1)
+    later = [group.all_reduce(r, torch.ones(512), timeout_ms=1) for r in (0, 1)]
+    group.synchronize()
+    assert group.check(0) and "rank 0 did not arrive" in group.check(1)
+    assert all(bool(out.isnan().all()) for out in later)
+
+
+def test_case_40_a_second_stream_is_refused(machine, make_group):
+    group = make_group(2)
+    xs = [torch.ones(8), torch.ones(8)]
+    own = group.streams[0]
+    group.all_reduce(0, xs[0])
+    other = machine.create_stream(group.devices[0])
+    group.streams[0] = other
+    with pytest.raises(RuntimeError, match="workspace: expected calls on stream .*, got stream"):
+        group.all_reduce(0, xs[0])
+    with machine.record():
+        group.all_reduce(0, xs[0])
+    group.all_reduce(1, xs[1])
+    group.synchronize()
+    group.use_stream(0, other)
+    outs = [group.all_reduce(r, x) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert all(bool((out == 2).all()) for out in outs)
+    machine.destroy_stream(own)
+
+
+# Errors
+
+
+def all_reduce_with(group, workspace, rank=0, world_size=2, algorithm=0, numel=8):
+    x = torch.ones(numel)
+    return group.ops.pcie_allreduce.default(
+        x, torch.empty_like(x), workspace, rank, world_size, 1000, algorithm
+    )
+
+
+BAD_CALLS = {
+    "unattached": (lambda g: all_reduce_with(g, g.slabs[0].clone()), "workspace: .*attached"),
+    "inside a slab": (lambda g: all_reduce_with(g, g.slabs[0][256:]), "workspace: .*attached"),
+    "part of a slab": (lambda g: all_reduce_with(g, g.slabs[0][:-256]), "workspace: .* bytes"),
+    "other rank": (lambda g: all_reduce_with(g, g.slabs[0], rank=1), "rank: expected 0, got 1"),
+    "other world": (lambda g: all_reduce_with(g, g.slabs[0], world_size=3), "world_size: .*2"),
+    "no islands": (lambda g: all_reduce_with(g, g.slabs[0], algorithm=3), "algorithm: .*islands"),
+    "unknown": (lambda g: all_reduce_with(g, g.slabs[0], algorithm=8), "algorithm: expected"),
+    "negative": (lambda g: all_reduce_with(g, g.slabs[0], algorithm=-1), "algorithm: expected"),
+    "input in slab": (
+        lambda g: g.ops.pcie_broadcast.default(g.slabs[0][:64], 0, g.slabs[0], 0, 2, 1000),
+        "tensor: .*apart",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_bad_calls_are_refused(machine, make_group, what):
+    call, message = BAD_CALLS[what]
+    group = make_group(2)
+    before = machine.num_launches()
+    with pytest.raises(RuntimeError, match=f"spec_kernels::pcie_\\w+: {message}"):
+        call(group)
+    assert machine.num_launches() == before
+
+
+BAD_ATTACHMENTS = {
+    "version": dict(version=99),
+    "world_size": dict(world_size=1),
+    "rank": dict(rank=2),
+    "island_size": dict(island_size=2),
+    "one_shot_bytes": dict(one_shot_bytes=0),
+    "two_shot_bytes": dict(two_shot_bytes=1 << 31),
+    "status": dict(status_device=None),
+    "num_entries": dict(num_entries=0),
+}
+
+
+@pytest.mark.parametrize("field", BAD_ATTACHMENTS)
+def test_bad_attachments_are_refused(machine, make_group, field):
+    group = make_group(2)
+    a = group.attached[0]
+    for name, value in BAD_ATTACHMENTS[field].items():
+        setattr(a, name, value)
+    with pytest.raises(ValueError, match=f"pcie_attach: {field}: expected"):
+        group.attach(0)
+
+
+@pytest.mark.parametrize(
+    "address,message",
+    [(lambda a: a + 16, "a multiple of 256"), (lambda a: 0, "null"), (None, "that of rank 0")],
+)
+def test_slabs_must_be_aligned_and_apart(machine, make_group, address, message):
+    group = make_group(2)
+    a = group.attached[0]
+    a.slabs[1] = a.slabs[0] if address is None else address(a.slabs[1])
+    with pytest.raises(ValueError, match=rf"slabs\[1\]: expected .*{message}"):
+        group.attach(0)
+
+
+@pytest.mark.parametrize(
+    "entries,message",
+    [
+        ([(10, 0, 1)], "algorithm: expected 1 to 4"),
+        ([(10, 3, 1)], "algorithm: expected 1 or 2 without islands"),
+        ([(10, 1, 65)], "num_blocks: expected 1 to 64"),
+        ([(10, 1, 1), (10, 2, 1)], "max_bytes: expected more"),
+    ],
+)
+def test_tables_must_be_sound(machine, make_group, entries, message):
+    group = make_group(2)
+    a = group.attached[0]
+    a.num_entries = len(entries)
+    for i, entry in enumerate(entries):
+        a.table[i].max_bytes, a.table[i].algorithm, a.table[i].num_blocks = entry
+    with pytest.raises(ValueError, match=message):
+        group.attach(0)
+
+
+def test_a_slab_is_attached_once(machine, make_group):
+    group = make_group(2)
+    with pytest.raises(ValueError, match="attached yet"):
+        group.attach(0)
+    slab = ctypes.c_void_p(group.slabs[0].data_ptr())
+    assert group.library.spec_kernels_pcie_detach(slab) is None
+    assert b"attached" in group.library.spec_kernels_pcie_detach(slab)
+    assert b"attached" in group.library.spec_kernels_pcie_use_stream(slab, None)
+    group.attach(0)
+
+
+@pytest.mark.parametrize("numel,algorithm", [(10, 1), (100, 2), (500, 4), (5000, 3)])
+def test_auto_takes_what_the_table_says(machine, make_group, numel, algorithm):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(1000)
+    entries = ((40, 1, 1), (400, 2, 1), (2000, 4, 2), (2100, 3, 3))
+    group = make_group(4, island_size=2, table=entries)
+    for rank in (0, 1, 2):
+        group.all_reduce(rank, torch.ones(numel), timeout_ms=1)
+    group.synchronize()
+    assert any(f"algorithm {NAMES[algorithm]}," in group.check(r) for r in (0, 1, 2))
