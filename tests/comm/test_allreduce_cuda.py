@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
 )
 
-NUM_CALLS = int(os.environ.get("SPEC_KERNELS_ALLREDUCE_CALLS", "24"))
+NUM_CALLS = int(os.environ.get("SPEC_KERNELS_ALLREDUCE_CALLS", "40"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {1: "one_shot", 2: "two_shot", 3: "hierarchical", 4: "hierarchical_pull"}
 RESIDENT = 64  # blocks of a launch: all of a grid, as the protocol asks of a device
