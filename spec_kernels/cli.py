@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 # Each module has add_parser(subparsers), which sets func(args) -> exit code. They are light: what a
 # subcommand needs is imported when it runs.
-_MODULES = ("spec_kernels.decode.cli", "spec_kernels.training.cli", "spec_kernels.info")
+_MODULES = (
+    "spec_kernels.decode.cli",
+    "spec_kernels.training.cli",
+    "spec_kernels.comm.cli",
+    "spec_kernels.info",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -81,6 +81,10 @@ def _error(what: str) -> ValueError:
 class Topology:
     """Vertices, the GPUs among them in rank order, and the edges beside the tree's own.
 
+    Attributes:
+        told: labels of the pairs of ranks as a driver tells them, "?" where it does not; empty if
+            nobody was asked. They count more than what the tree shows, which may be a part only.
+
     Raises:
         ValueError: names that are not unique, unknown or missing parents, kinds or ends, a circle.
     """
@@ -88,6 +92,7 @@ class Topology:
     vertices: tuple[Vertex, ...]
     gpus: tuple[Gpu, ...]
     links: tuple[Link, ...] = ()
+    told: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         known = {v.name: v for v in self.vertices}
@@ -122,6 +127,13 @@ class Topology:
             for end in link.ends:
                 if end not in known or known[end].kind != wanted:
                     raise _error(f"an end of a {link.kind} must be a {wanted}, got {end!r}")
+
+        if self.told:
+            square = all(len(part) == len(self.gpus) for part in (self.told, *self.told))
+            if not square:
+                raise _error(f"told must be a square of {len(self.gpus)} labels")
+            for label in {label for row in self.told for label in row} - {*LABELS, "X", "?"}:
+                raise _error(f"a label must be one of {LABELS}, got {label!r}")
 
     @cached_property
     def _by_name(self) -> dict[str, Vertex]:
@@ -193,10 +205,16 @@ class Topology:
     def common(self, i: int, j: int) -> str:
         """What two ranks share, as NVML labels it: one of ``LABELS``, or ``X`` for a rank itself.
 
-        The labels follow the tree alone: a fabric between virtual switches does not show in them.
+        As told, else by the tree. A fabric between virtual switches shows in neither.
         """
         if i == j:
             return "X"
+        if self.told and self.told[i][j] != "?":
+            return self.told[i][j]
+        return self.derived(i, j)
+
+    def derived(self, i: int, j: int) -> str:
+        """The label of two different ranks by the tree alone."""
         up_i, up_j = self.ancestors(i), self.ancestors(j)
         below_j = {v.name for v in up_j}
         meet = next((v for v in up_i if v.name in below_j), None)
@@ -242,7 +260,8 @@ class Topology:
 
     def select(self, ranks: Sequence[int]) -> Topology:
         """The same machine, with ``ranks`` of this one as its ranks 0, 1, ... and no others."""
-        return Topology(self.vertices, tuple(self.gpus[r] for r in ranks), self.links)
+        told = tuple(tuple(self.told[i][j] for j in ranks) for i in ranks) if self.told else ()
+        return Topology(self.vertices, tuple(self.gpus[r] for r in ranks), self.links, told)
 
     def as_dict(self) -> dict:
         """Plain data, which ``from_dict`` takes."""
@@ -250,6 +269,7 @@ class Topology:
             "vertices": [asdict(v) for v in self.vertices],
             "gpus": [asdict(g) for g in self.gpus],
             "links": [{"kind": link.kind, "ends": list(link.ends)} for link in self.links],
+            "told": [list(row) for row in self.told],
         }
 
     @classmethod
@@ -260,6 +280,7 @@ class Topology:
                 tuple(Vertex(**v) for v in data["vertices"]),
                 tuple(Gpu(**g) for g in data["gpus"]),
                 tuple(Link(link["kind"], tuple(link["ends"])) for link in data["links"]),
+                tuple(tuple(row) for row in data["told"]),
             )
         except (KeyError, TypeError) as error:
             raise _error(f"not the fields of a topology: {error}") from error
@@ -335,22 +356,28 @@ def interconnect(sockets: Sequence[str]) -> list[Link]:
     return [Link("interconnect", (a, b)) for k, a in enumerate(sockets) for b in sockets[k + 1 :]]
 
 
+def contiguous_runs(num_ranks: int) -> tuple[Islands, ...]:
+    """Partitions of the ranks into two or more equal runs, for each of ``ISLAND_SIZES``."""
+    return tuple(
+        tuple(tuple(range(k, k + size)) for k in range(0, num_ranks, size))
+        for size in ISLAND_SIZES
+        if num_ranks > size and num_ranks % size == 0
+    )
+
+
 def equal_islands(distances: Sequence[Sequence[float]]) -> tuple[Islands, ...]:
     """Partitions into contiguous equal runs, all of a rank's run nearer than all of the rest.
 
     ``distances[i][j]`` is any measure of how far ranks i and j are apart.
     """
-    num_ranks = len(distances)
-    found = []
-    for size in ISLAND_SIZES:
-        if num_ranks % size or num_ranks == size:
-            continue
-        islands = tuple(tuple(range(k, k + size)) for k in range(0, num_ranks, size))
+    ranks = range(len(distances))
+    return tuple(
+        islands
+        for islands in contiguous_runs(len(distances))
         if all(
             max(distances[i][j] for j in island if j != i)
-            < min(distances[i][j] for j in range(num_ranks) if j not in island)
+            < min(distances[i][j] for j in ranks if j not in island)
             for island in islands
             for i in island
-        ):
-            found.append(islands)
-    return tuple(found)
+        )
+    )
