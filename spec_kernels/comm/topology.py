@@ -244,7 +244,7 @@ class Topology:
             return 0
         place = LABELS.index(self.common(i, j)) + 1
         joined = {frozenset(link.ends) for link in self.links if link.kind == "chip_fabric"}
-        crosses = any(frozenset(edge) in joined for edge in self.path(i, j))
+        crosses = bool(joined) and any(frozenset(edge) in joined for edge in self.path(i, j))
         return min(place, LABELS.index("PXB") + 1) if crosses else place
 
     def islands(self) -> tuple[Islands, ...]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -153,6 +154,15 @@ def test_picture_of_leaf_switches_seen_by_a_user(tmp_path, library, describe):
     ]
     assert report.order == (0, 2, 4, 6, 1, 3, 5, 7)
     golden("leaf_switches", render(report))
+
+
+def test_the_examples_of_the_docs_are_such_pictures():
+    page = Path(__file__).parents[2] / "docs/allreduce.md"
+    if not page.exists():
+        pytest.skip("docs/allreduce.md: not in a source tree")
+    blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    picture = (GOLDEN / "virtual_switches.txt").read_text()
+    assert len(blocks) >= 2 and all(block in picture for block in blocks[:2])
 
 
 def test_a_chip_of_two_switches_shows_by_measurement(tmp_path):
