@@ -145,7 +145,7 @@ class Driver:
             raise CudaDriverError(self._describe_error(name, status, about), name, status)
 
     def find(self, device) -> DeviceName:
-        """The device that ``device`` names: an ordinal, ``cuda:N``, a UUID or a PCI id.
+        """The device that ``device`` names: an ordinal, ``cuda:N``, a UUID, a PCI id, a DeviceName.
 
         A UUID may be shortened while it names one device, as in CUDA_VISIBLE_DEVICES. ValueError
         when it names none of the visible devices, or several.
@@ -154,7 +154,7 @@ class Driver:
         if isinstance(device, int):
             found = [d for d in self.devices if d.ordinal == device]
         else:
-            text = str(device)
+            text = device.uuid if isinstance(device, DeviceName) else str(device)
             if re.fullmatch(r"cuda:\d+", text):
                 found = [d for d in self.devices if d.ordinal == int(text[5:])]
             elif text.lower().startswith("gpu-"):

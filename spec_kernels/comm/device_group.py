@@ -310,11 +310,11 @@ class DeviceGroup:
         told["settings"] = {"version": _version(), **vars(s)}
         if self.world_size == 1:
             return told
-        needed = self.platform.library.spec_kernels_pcie_slab_bytes(
+        self._slab_bytes = self.platform.library.spec_kernels_pcie_slab_bytes(
             self.world_size, s.one_shot_bytes, s.two_shot_bytes, s.selection["island_size"]
         )
-        self._slab_bytes = -(-needed // _EXPORT_ALIGNMENT) * _EXPORT_ALIGNMENT
-        self._slab = self._device.allocate(self._slab_bytes)
+        blocks = -(-self._slab_bytes // _EXPORT_ALIGNMENT)
+        self._slab = self._device.allocate(blocks * _EXPORT_ALIGNMENT)
         self._status, self._status_device = self._device.allocate_host(STATUS_BYTES)
         ctypes.memset(self._status, 0xFF, STATUS_BYTES)
         self._clear()
@@ -352,7 +352,7 @@ class DeviceGroup:
             self._slabs[rank] = address
 
     def _verify(self) -> Steps[None]:
-        share = self._slab_bytes // self.world_size
+        share = self._slab_bytes // self.world_size // 256 * 256
         self.links = yield from p2p.verify(
             self.platform.library, self._device, self.rank, self._slabs, share
         )

@@ -316,6 +316,11 @@ class Links:
         num_bytes: of each device's buffer. A stream goes over all of it again and again, so it
             should be larger than a device's L2 cache.
 
+    Attributes:
+        duration_ms: of a stream.
+        num_trips: of a flag, and loads one after another, that a time is the mean of.
+        timeout_ms: how long a kernel waits for another.
+
     Raises:
         RuntimeError: memory or a device cannot be had. Pairs without peer access are not an error:
             ``reasons`` says of which, and they are not measured.
@@ -328,6 +333,7 @@ class Links:
         devices: Iterable | None = None,
         num_bytes: int = 256 << 20,
     ):
+        self.duration_ms, self.num_trips, self.timeout_ms = 10.0, 1000, 2000.0
         self._library = library
         self._num_bytes = num_bytes // (_NUM_BLOCKS * _PACKET_BYTES) * _NUM_BLOCKS * _PACKET_BYTES
         self._stack = contextlib.ExitStack()
@@ -383,7 +389,7 @@ class Links:
             ]
         )[0]
 
-    def flag_us(self, i: int, j: int, num_trips: int = 1000) -> float | None:
+    def flag_us(self, i: int, j: int) -> float | None:
         """One way of a flag's round trips between ``i`` and ``j``: half of each."""
         for rank in (i, j):
             self._devices[rank].fill(self._buffers[rank], 0, 4)
@@ -391,25 +397,23 @@ class Links:
         for rank, peer in ((j, i), (i, j)):
             worker = self._workers[rank]
             worker.call(
-                "ping", self._buffers[rank], self._buffers[peer], rank == i, num_trips + 1,
-                _TIMEOUT_NS, worker.place(0),
+                "ping", self._buffers[rank], self._buffers[peer], rank == i, self.num_trips + 1,
+                int(self.timeout_ms * 1e6), worker.place(0),
             )  # fmt: skip
         self._wait(i, j)
         begin, end, trips, _ = self._workers[i].read(0)[0]
         return (end - begin) / trips / 2e3 if trips else None
 
-    def read_128b_us(self, i: int, j: int, num_loads: int = 1000) -> float:
+    def read_128b_us(self, i: int, j: int) -> float:
         """``i`` loads 128 bytes of ``j``'s memory, one after another."""
         worker = self._workers[i]
         num_lines = self._num_bytes // 128
-        worker.call("chase", self._buffers[j], num_lines, num_loads, worker.place(0))
+        worker.call("chase", self._buffers[j], num_lines, self.num_trips, worker.place(0))
         self._wait(i)
         begin, end, loads, _ = worker.read(0)[0]
         return (end - begin) / loads / 1e3
 
-    def flow_gb_s(
-        self, flows: Sequence[tuple[int, int]], write: bool, duration_ms: float = 10.0
-    ) -> float:
+    def flow_gb_s(self, flows: Sequence[tuple[int, int]], write: bool) -> float:
         """GB/s of all ``flows`` (source, destination of the data) together, while all of them run.
 
         The source stores, or the destination loads. Flows into one device use parts of its buffer.
@@ -425,7 +429,7 @@ class Links:
             at.append((worker, index))
             worker.call(
                 "stream", self._buffers[owner] + k * part * _NUM_BLOCKS * _PACKET_BYTES, part,
-                write, self._gate_mapped, int(duration_ms * 1e6), _TIMEOUT_NS,
+                write, self._gate_mapped, int(self.duration_ms * 1e6), int(self.timeout_ms * 1e6),
                 worker.place(index * _NUM_BLOCKS),
             )  # fmt: skip
         ctypes.memset(self._gate, 1, 4)
@@ -461,9 +465,6 @@ class Links:
                     )
                 )
         return table
-
-
-_TIMEOUT_NS = 2_000_000_000
 
 
 def flow_sets(num: int, groups: Sequence[Sequence[int]] = ()) -> list[tuple[tuple[int, int], ...]]:

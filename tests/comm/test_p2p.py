@@ -1,10 +1,23 @@
-"""Links between GPUs: the record of what was measured."""
+"""Links between GPUs: what is recorded, tried and measured, on emulated devices of one process.
 
+Ranks in processes of their own, whose links lose data: ``test_device_group.py``.
+"""
+
+import itertools
 import json
 
 import pytest
+from cuda_on_host import fake_driver, host_build
 
-from spec_kernels.comm.p2p import FlowMeasurement, GpuId, LinkMeasurements
+from spec_kernels.comm.p2p import (
+    FlowMeasurement,
+    GpuId,
+    LinkMeasurements,
+    Links,
+    PeerReport,
+    declare,
+    flow_sets,
+)
 
 GPUS = [GpuId(f"GPU-{i}", f"0000:{i:02x}:00.0") for i in range(3)]
 
@@ -37,3 +50,107 @@ def test_measurements_survive_json():
 def test_what_is_no_measurement_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
         LinkMeasurements.from_json(text)
+
+
+@pytest.fixture
+def machine():
+    if host_build.missing():
+        pytest.skip(f"CUDA sources on the host: {host_build.missing()}")
+    machine = host_build.load()
+    machine.set_clock(1)
+    machine.configure(seed=3)
+    yield machine
+    machine.configure(host_build.schedule())
+
+
+@pytest.fixture
+def fake(tmp_path):
+    return fake_driver.load(tmp_path)
+
+
+def links(machine, fake, num, num_bytes=32 << 10):
+    fake.devices(num)
+    made = Links(declare(machine.library), fake.driver(), num_bytes=num_bytes)
+    made.duration_ms, made.num_trips = 0.002, 20
+    return made
+
+
+def test_all_pairs_are_tried_with_data(machine, fake):
+    with links(machine, fake, 3) as tried:
+        report = tried.verify()
+        assert report.sound and str(report) == "all pairs of 3 ranks reach each other"
+        assert report.write == report.read == [[None] * 3] * 3
+    assert fake.held() == 0
+
+
+def test_stores_that_stop_arriving_are_told_apart(machine, fake, monkeypatch):
+    """From the second round on, what rank 0 stores for rank 1 stays away: what is there is old."""
+    calls = itertools.count()
+    with links(machine, fake, 2) as tried:
+        worker, real = tried._workers[0].__class__, tried._workers[0].__class__.call
+
+        def call(self, name, *arguments):
+            if name == "fill" and self._device.name.ordinal == 0 and next(calls) == 3:
+                return
+            real(self, name, *arguments)
+
+        monkeypatch.setattr(worker, "call", call)
+        report = tried.verify(timeout_ms=1)
+    assert not report.sound and report.read == [[None] * 2] * 2
+    assert report.write == [[None, "only what was there before, after 1 ms"], [None, None]]
+    assert "rank 0 (GPU-0001" in str(report) and "stores to rank 1" in str(report)
+
+
+def test_pairs_that_the_driver_denies_are_reported_and_not_measured(machine, fake):
+    fake.link(0, 1, fake_driver.REFUSED)
+    with links(machine, fake, 3) as tried:
+        assert tried.verify().write[0] == [None, "the driver says that it cannot", None]
+        table = tried.measure()
+    assert table.pair_write_gb_s[0][1] is None and table.pair_write_gb_s[1][0] > 0
+    assert table.flag_us[0][1] is table.flag_us[1][0] is None and table.flag_us[0][2] > 0
+    assert not any((0, 1) in f.flows or (1, 0) in f.flows for f in table.flows)
+
+
+def test_every_link_is_measured(machine, fake):
+    """The figures mean nothing here; that there is one for each pair and flow does."""
+    with links(machine, fake, 3) as measured:
+        table = measured.measure()
+    assert [g.pci for g in table.gpus] == ["0000:c1:00.0", "0000:c2:00.0", "0000:c3:00.0"]
+    for matrix in (table.pair_write_gb_s, table.pair_read_gb_s, table.flag_us, table.read_128b_us):
+        for i, j in itertools.product(range(3), repeat=2):
+            assert (matrix[i][j] is None) == (i == j) and (i == j or matrix[i][j] > 0)
+    assert [f.flows for f in table.flows] == flow_sets(3)
+    assert all(f.write > 0 and f.read > 0 for f in table.flows)
+    assert LinkMeasurements.from_json(table.to_json()) == table
+
+
+def test_a_flag_that_never_comes_ends_the_measurement(machine, fake, monkeypatch):
+    with links(machine, fake, 2) as tried:
+        monkeypatch.setattr(tried, "timeout_ms", 0.05)
+        worker, real = tried._workers[1].__class__, tried._workers[1].__class__.call
+
+        def call(self, name, *arguments):
+            if name == "ping" and self._device.name.ordinal == 1:
+                return
+            real(self, name, *arguments)
+
+        monkeypatch.setattr(worker, "call", call)
+        assert tried.flag_us(0, 1) is None
+
+
+def test_flows_cover_fan_out_halves_and_the_collapse():
+    sets = flow_sets(8)
+    for num in (2, 3, 7):
+        assert sum(len(f) == num and len({s for s, _ in f}) == 1 for f in sets) == 8
+    assert ((0, 4), (1, 5), (2, 6), (3, 7)) in sets and ((4, 0), (5, 1), (6, 2), (7, 3)) in sets
+    assert ((0, 4), (1, 6)) in sets and ((0, 2), (1, 4)) in sets and ((0, 4), (2, 6)) not in sets
+    assert ((0, 4), (2, 6)) in flow_sets(8, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert len(sets) == len(set(sets)) and flow_sets(1) == []
+    assert all(s != d for f in sets for s, d in f)
+
+
+def test_a_report_names_every_bad_direction():
+    report = PeerReport(["A", "B"], [[None, "lost"], [None, None]], [[None, None], ["old", None]])
+    assert "rank 0 (A) stores to rank 1 (B): lost; rank 1 (B) loads from rank 0 (A): old" in str(
+        report
+    )
