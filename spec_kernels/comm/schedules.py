@@ -48,7 +48,8 @@ class Transfer:
         kind: ``write`` (the source stores), ``read`` (the destination loads) or ``flag`` (a write
             of a word a block, behind a fence).
         needs: indices of transfers that must have arrived before the issuer can begin.
-        after: indices of transfers that the issuer must have sent off before, by program order.
+        after: indices of transfers that the issuer must be done with before, by program order: what
+            it stores has left, what it loads has come.
     """
 
     phase: str
@@ -107,9 +108,9 @@ def algorithms_for(num_ranks: int, island_size: int = 0, *, lossy: bool = False)
 class _Builder:
     """Collects transfers, and for each rank what it has issued last and what came in."""
 
-    def __init__(self, num_ranks: int):
+    def __init__(self) -> None:
         self.transfers: list[Transfer] = []
-        self._issued: list[tuple[int, ...]] = [()] * num_ranks
+        self._issued: dict[tuple[int, str], tuple[int, ...]] = defaultdict(tuple)
         self._came: dict[tuple[str, int, int], list[int]] = defaultdict(list)
 
     def came(self, phase: str, chunks: Iterable[int], rank: int) -> tuple[int, ...]:
@@ -123,9 +124,14 @@ class _Builder:
         peers: Iterable[tuple[int, int]],
         kind: str = "write",
         needs: tuple[int, ...] = (),
+        order: str = "",
     ) -> None:
-        """``rank`` issues transfers to (a read: from) each (peer, bytes), all at the same time."""
+        """``rank`` issues transfers to (a read: from) each (peer, bytes), all at the same time.
+
+        They go behind what it issued last, of the same ``order``.
+        """
         new = []
+        issued = self._issued[rank, order] or self._issued[rank, ""]
         for peer, num_bytes in peers:
             if num_bytes == 0:
                 continue
@@ -133,12 +139,10 @@ class _Builder:
             self._came[phase, chunk, destination].append(len(self.transfers))
             new.append(len(self.transfers))
             self.transfers.append(
-                Transfer(
-                    phase, chunk, source, destination, num_bytes, kind, needs, self._issued[rank]
-                )
+                Transfer(phase, chunk, source, destination, num_bytes, kind, needs, issued)
             )
         if new:
-            self._issued[rank] = tuple(new)
+            self._issued[rank, order] = tuple(new)
 
 
 def _chunks(num_packets: int, num_blocks: int, max_chunks: int) -> list[list[tuple[int, int]]]:
@@ -164,7 +168,7 @@ def build(
     island_size: int = 0,
     itemsize: int = 2,
     num_blocks: int = 32,
-    max_chunks: int = 4,
+    max_chunks: int | None = None,
 ) -> Schedule:
     """The transfers of one call.
 
@@ -175,7 +179,8 @@ def build(
         island_size: for the hierarchical algorithms, 2 or 4 ranks.
         itemsize: bytes of an element: 2 or 4 (partial sums travel as fp32).
         num_blocks: of the grid, the same on all ranks.
-        max_chunks: turns of the grid are put together into at most so many chunks.
+        max_chunks: turns of the grid are put together into at most so many chunks; None for 4, and
+            16 for the pull form, where each turn waits for its own loads.
 
     Raises:
         ValueError: an argument is not as above.
@@ -190,12 +195,14 @@ def build(
         raise _error("itemsize", "2 or 4", itemsize)
     if not 1 <= num_blocks <= MAX_BLOCKS:
         raise _error("num_blocks", f"1 to {MAX_BLOCKS}", num_blocks)
+    pull = algorithm == "hierarchical_pull"
+    max_chunks = (16 if pull else 4) if max_chunks is None else max_chunks
     if max_chunks < 1:
         raise _error("max_chunks", "at least 1", max_chunks)
     islands = algorithm.startswith("hierarchical")
     if islands and not has_islands(num_ranks, island_size):
         raise _error("island_size", f"2 or 4, dividing {num_ranks} ranks into more", island_size)
-    out = _Builder(num_ranks)
+    out = _Builder()
     num_packets = -(-num_bytes // PACKET_BYTES)
     chunks = _chunks(num_packets, num_blocks, max_chunks) if num_packets and num_ranks > 1 else []
     if algorithm == "one_shot":
@@ -203,7 +210,6 @@ def build(
     elif islands:
         partial = 2 if itemsize == 2 and algorithm != "hierarchical_bf16" else 1
         blocks = min(num_blocks, -(-num_packets // TILE_PACKETS))
-        pull = algorithm == "hierarchical_pull"
         _hierarchical(out, chunks, num_ranks, island_size, partial, blocks if pull else 0)
     else:
         one_byte = algorithm in ("two_shot_fp8", "two_shot_int8")
@@ -255,7 +261,8 @@ def _hierarchical(
 ) -> None:
     """``partial``: packets of a partial sum for one of data; ``pull_blocks``: 0 for the push form.
 
-    The pull form's flags stand for all of a block's tiles: one fence, then one word a block.
+    The pull form's flags stand for all of a block's tiles: one fence, then one word a block. Behind
+    them, a tile's loads and the stores of its sum alternate: two orders of their own.
     """
 
     def mates(rank: int) -> list[int]:
@@ -280,10 +287,12 @@ def _hierarchical(
         for rank in ranks:
             peers = [(p, partial * share(tiles, rank)) for p in twins(rank)]
             if pull_blocks:
-                out.issue(rank, "across", c, peers, "read", out.came("flag", [0], rank))
+                needs = out.came("flag", [0], rank)
+                out.issue(rank, "across", c, peers, "read", needs, order="loads")
             else:
                 out.issue(rank, "across", c, peers, needs=out.came("scatter", [c], rank))
     for c, tiles in enumerate(chunks):
         for rank in ranks:
             peers = [(p, share(tiles, rank)) for p in mates(rank)]
-            out.issue(rank, "gather", c, peers, needs=out.came("across", [c], rank))
+            needs = out.came("across", [c], rank)
+            out.issue(rank, "gather", c, peers, needs=needs, order="sums" if pull_blocks else "")

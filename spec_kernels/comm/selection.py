@@ -15,10 +15,8 @@ from spec_kernels.comm.p2p import LinkMeasurements
 from spec_kernels.comm.schedules import (
     MAX_BLOCKS,
     NUM_PHASES,
-    TILE_BYTES,
     algorithms_for,
     build,
-    has_islands,
 )
 from spec_kernels.comm.simulator import Box
 from spec_kernels.comm.topology import Gpu, Topology, Vertex
@@ -28,7 +26,8 @@ from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, AUTO, LOSSY
 DEFAULT_MAX_BYTES = 1 << 20
 MIN_BYTES = 256
 MAX_ENTRIES = 32
-# Eight ranks on one device (the local mode) must fit it at the same time, polling.
+# Of a grid, which a launch cuts down to a block a tile. Eight ranks on one device (the local mode)
+# must fit it at the same time, polling.
 DEFAULT_BLOCKS = 32
 # Timings closer than this are a tie, which the algorithm with the lower number wins.
 TIE = 0.02
@@ -167,22 +166,6 @@ def model_us(
     return alpha + max((num / (gb_s[r] * 1e3) for r, num in load.items()), default=0.0)
 
 
-def island_size_for(box: Box, num_ranks: int, num_bytes: int = DEFAULT_MAX_BYTES) -> int:
-    """The candidate of the box's islands that a long hierarchical all-reduce likes best, or 0."""
-    sizes = [len(islands[0]) for islands in box.topology.islands()]
-    sizes = [size for size in sizes if has_islands(num_ranks, size)]
-
-    def us(size: int) -> float:
-        return model_us(box, "hierarchical", num_bytes, num_ranks, island_size=size)
-
-    return min(sizes, key=us, default=0)
-
-
-def blocks_for(num_bytes: int) -> int:
-    """A block a tile, up to the default grid."""
-    return max(1, min(DEFAULT_BLOCKS, -(-num_bytes // TILE_BYTES)))
-
-
 def first_of_the_best(us: Sequence[float], tie: float = 0.0) -> int:
     """Index of the first time that is within ``tie`` (a fraction) of the shortest."""
     limit = min(us) * (1 + tie)
@@ -207,7 +190,7 @@ def select(
         itemsize: bytes of an element: 2 or 4.
     """
     box = box_for(num_ranks, topology, measurements)
-    island_size = island_size_for(box, num_ranks)
+    island_size = box.island_size
     return _select(box, num_bytes, num_ranks, island_size, itemsize)
 
 
@@ -227,7 +210,7 @@ def _select(box, num_bytes, num_ranks, island_size, itemsize=2) -> tuple[str, in
         model_us(box, name, num_bytes, num_ranks, island_size=island_size, itemsize=itemsize)
         for name in names
     ]
-    return names[first_of_the_best(us)], blocks_for(num_bytes)
+    return names[first_of_the_best(us)], DEFAULT_BLOCKS
 
 
 def seed(
@@ -239,7 +222,7 @@ def seed(
 ) -> Selection:
     """The whole table for a group by the cost model; arguments as for ``select``."""
     box = box_for(num_ranks, topology, measurements)
-    island_size = island_size_for(box, num_ranks)
+    island_size = box.island_size
     return tabulate(
         lambda size: _select(box, size, num_ranks, island_size)[0], max_bytes, island_size, "model"
     )
@@ -250,8 +233,7 @@ def tabulate(
 ) -> Selection:
     """The table of what ``choose`` says for each size, its edges to the packet.
 
-    Looks at two sizes an octave and halves the way between two that differ. An entry has the blocks
-    that its longest message needs.
+    Looks at two sizes an octave and halves the way between two that differ.
     """
     sizes = [s for k in range(64) if (s := int(MIN_BYTES * 2 ** (k / 2)) // 16 * 16) < max_bytes]
     ends: list[tuple[int, str]] = []
@@ -270,5 +252,5 @@ def tabulate(
                     high = middle
             ends[-1] = (low, ends[-1][1])
         ends.append((size, name))
-    entries = tuple(Entry(size, name, blocks_for(size)) for size, name in ends)
+    entries = tuple(Entry(size, name, DEFAULT_BLOCKS) for size, name in ends)
     return Selection(entries, island_size, origin)

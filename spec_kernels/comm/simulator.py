@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 
+from spec_kernels.comm.islands import islands_from
+from spec_kernels.comm.islands import select as select_measurements
 from spec_kernels.comm.p2p import FlowMeasurement, GpuId, LinkMeasurements
 from spec_kernels.comm.schedules import Schedule, build
 from spec_kernels.comm.topology import Topology
@@ -74,7 +76,7 @@ class Box:
             more GPUs go through it to two or more root ports; None where that costs nothing.
         pair_gb_s: limits of single flows that bind besides the links.
         flag_us, read_us: latencies of (source, destination of data) where known; else ``costs``.
-        loads_measured: whether anything is known of loads from peers.
+        measured: what the rest was made of, if anything was measured.
         costs: see ``Costs``.
     """
 
@@ -85,12 +87,26 @@ class Box:
     pair_gb_s: Mapping[Flow, float] = field(default_factory=dict)
     flag_us: Mapping[tuple[int, int], float] = field(default_factory=dict)
     read_us: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    loads_measured: bool = False
+    measured: LinkMeasurements | None = None
     costs: Costs = Costs()
 
     @property
     def num_ranks(self) -> int:
         return self.topology.num_ranks
+
+    @property
+    def island_size(self) -> int:
+        """Ranks in each of its islands, 0 if it has none: measured first, labels second."""
+        choice = islands_from(self.measured, self.topology)
+        return len(choice.islands[0]) if choice.islands else 0
+
+    @property
+    def loads_measured(self) -> bool:
+        """Whether anything is known of loads from peers."""
+        flows = self.measured.flows if self.measured else []
+        return any(kind == "read" for _, _, kind in self.pair_gb_s) or any(
+            f.read is not None for f in flows
+        )
 
     def select(self, ranks: Sequence[int]) -> Box:
         """The same machine with only ``ranks`` as ranks 0, 1, ..."""
@@ -109,6 +125,7 @@ class Box:
             pair_gb_s=kept(self.pair_gb_s),
             flag_us=kept(self.flag_us),
             read_us=kept(self.read_us),
+            measured=self.measured and select_measurements(self.measured, ranks),
         )
 
     @cached_property
@@ -259,9 +276,7 @@ class Box:
         collapse = seen.collapse
         if collapse is not None and collapse > uplink / 2:
             collapse = None  # such writes are carried like any others here
-        loads = any(kind == "read" for _, _, kind in pairs)
-        loads = loads or any(f.read is not None for f in measured.flows)
-        return cls(name, topology, links, collapse, pairs, flag_us, read_us, loads, costs)
+        return cls(name, topology, links, collapse, pairs, flag_us, read_us, measured, costs)
 
     @classmethod
     def from_entry(cls, entry: Mapping) -> Box:
@@ -408,14 +423,14 @@ def simulate(box: Box, schedule: Schedule, start_us: Sequence[float] | None = No
                 sent[k] = now
                 t = transfers[k]
                 arrived = now + box.latency_us(t.source, t.destination, t.kind)
+                for other in behind[k]:
+                    release(other, arrived if t.kind == "read" else now)
                 if t.kind != "flag":
                     arrived += costs.phase_us
                 finished[t.source] = max(finished[t.source], now)
                 finished[t.destination] = max(finished[t.destination], arrived)
                 for other in needed_by[k]:
                     release(other, arrived)
-                for other in behind[k]:
-                    release(other, now)
         while coming and coming[0][0] <= now:
             _, k = heapq.heappop(coming)
             left[k] = float(transfers[k].num_bytes)

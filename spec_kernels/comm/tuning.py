@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from spec_kernels.comm.schedules import algorithms_for
+from spec_kernels.comm.schedules import TILE_BYTES, algorithms_for
 from spec_kernels.comm.selection import (
+    DEFAULT_BLOCKS,
     DEFAULT_MAX_BYTES,
     TIE,
     Entry,
     Selection,
-    blocks_for,
     candidates,
     first_of_the_best,
 )
@@ -95,7 +95,7 @@ def tune(
     *,
     island_size: int = 0,
     sizes: Iterable[int] = TUNED_BYTES,
-    blocks: Iterable[int] = TUNED_BLOCKS,
+    blocks: Sequence[int] = TUNED_BLOCKS,
     slowest: Callable[[float], float] = lambda us: us,
     algorithms: Sequence[str] | None = None,
     origin: str = "measured",
@@ -106,7 +106,7 @@ def tune(
         clock: what times; every rank calls it with the same arguments in the same order.
         num_ranks, island_size: of the group.
         sizes: bytes to time; sizes in between go with the next longer one.
-        blocks: other grids to try, those with a tile for each block.
+        blocks: other grids to try for the best algorithm.
         slowest: the most of all ranks' values of a number; every rank gets the same.
         algorithms: to choose from; all exact ones of the group if None.
         origin: of the table.
@@ -129,11 +129,14 @@ def tune(
 
     entries: list[Entry] = []
     for size in sizes:
-        default = blocks_for(size)
-        first = [take(size, name, default) for name in names]
+        first = [take(size, name, DEFAULT_BLOCKS) for name in names]
         best = first[first_of_the_best([t.us for t in first], TIE)]
-        most = -(-size // 2048)
-        others = [num for num in sorted(set(blocks)) if num != default and num <= most]
+        # A grid of more blocks than tiles is cut down to a block a tile.
+        num_tiles = -(-size // TILE_BYTES)
+        grids = {min(DEFAULT_BLOCKS, num_tiles): DEFAULT_BLOCKS}
+        for num in blocks:
+            grids.setdefault(min(num, num_tiles), num)
+        others = [num for num in grids.values() if num != DEFAULT_BLOCKS]
         again = [best, *(take(size, best.algorithm, num) for num in others)]
         best = again[first_of_the_best([t.us for t in again], TIE)]
         if entries and (entries[-1].algorithm, entries[-1].num_blocks) == (
@@ -279,40 +282,25 @@ def tune_group(
     """
     comm._agree({"all-reduce key": key.digest, "refresh": refresh, **_named(asdict(key))})
     kept = load(key, directory, report) if comm.rank == 0 and not refresh else None
-    text = _broadcast(comm, b"" if kept is None else json.dumps(kept.as_dict()).encode())
-    if text:
-        selection = Selection.from_dict(json.loads(text))
+    found = comm.exchange(None if kept is None else kept.as_dict())[0]
+    if found is not None:
+        selection = Selection.from_dict(found)
     else:
         selection, _ = tune(
             clock,
             comm.world_size,
             island_size=key.island_size,
-            slowest=lambda us: _slowest(comm, us),
+            slowest=lambda us: max(comm.exchange(us)),
             **options,
         )
     comm._agree({"all-reduce table": json.dumps(selection.as_dict())})
-    if not text and comm.rank == 0:
+    if found is None and comm.rank == 0:
         store(key, selection, directory, report)
     return selection
 
 
 def _named(fields: dict) -> dict[str, object]:
     return {f"all-reduce key, {name}": value for name, value in fields.items()}
-
-
-def _broadcast(comm, text: bytes) -> bytes:
-    """Rank 0's text on every rank."""
-    length = torch.tensor([len(text)])
-    comm.broadcast(length)
-    data = torch.frombuffer(bytearray(text.ljust(int(length), b" ") or b" "), dtype=torch.uint8)
-    data = data[: int(length)].clone()
-    if len(data):
-        comm.broadcast(data)
-    return bytes(data.tolist())
-
-
-def _slowest(comm, us: float) -> float:
-    return float(comm.all_gather(torch.tensor([us], dtype=torch.float64)).max())
 
 
 def graph_times(call: Callable[[], object], *, calls: int = 20, replays: int = 20) -> list[float]:

@@ -109,18 +109,21 @@ def _row(box, what, unit, measured, predicted, parameter=False) -> Comparison:
 
 
 def table(rows: Iterable[Comparison]) -> list[str]:
-    """Lines of text: every row, and under a misfit what is known of it."""
+    """Lines of text: every row, then what is known of the misfits."""
     lines = [f"{'figure':46} {'measured':>15} {'model':>8} {'error':>6}"]
+    notes: list[str] = []
     for r in rows:
         measured = f"{r.low:g}" if r.low == r.high else f"{r.low:g}-{r.high:g}"
+        measured = f"{measured} {r.unit}"
         verdict = "parameter" if r.origin == "parameter" else ""
         if r.misfit:
-            verdict = f"MISFIT: {r.reason}"
-        measured = f"{measured} {r.unit}"
+            if r.reason not in notes:
+                notes.append(r.reason)
+            verdict = f"MISFIT ({notes.index(r.reason) + 1})"
         lines.append(
             f"{r.what:46} {measured:>15} {r.predicted:8.4g} {r.error:+6.0%}  {verdict}".rstrip()
         )
-    return lines
+    return lines + [f"({k}) {note}" for k, note in enumerate(notes, 1)]
 
 
 def _total(box: Box, kind: str, *pairs: tuple[int, int]) -> float:

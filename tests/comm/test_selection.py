@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from spec_kernels.comm.p2p import GpuId, LinkMeasurements
 from spec_kernels.comm.schedules import MAX_BLOCKS, has_islands
 from spec_kernels.comm.selection import (
+    DEFAULT_BLOCKS,
     DEFAULT_MAX_BYTES,
     Entry,
     Selection,
-    blocks_for,
     box_for,
     first_of_the_best,
-    island_size_for,
     model_us,
     one_switch,
     seed,
@@ -35,9 +34,11 @@ def two_by_four(loads: bool) -> tuple[Topology, LinkMeasurements | None]:
     topology = BOXES["wrx90-two-switches"].topology
     if not loads:
         return topology, None
-    reads = [[None if i == j else 53.0 for j in range(8)] for i in range(8)]
+    pairs = [[None if i == j else i // 4 == j // 4 for j in range(8)] for i in range(8)]
+    reads = [[p if p is None else 53.0 for p in row] for row in pairs]
+    trips = [[p if p is None else 0.72 if p else 1.42 for p in row] for row in pairs]
     gpus = [GpuId(f"GPU-{i}", f"0000:{i:02x}:00.0") for i in range(8)]
-    return topology, LinkMeasurements(gpus, pair_read_gb_s=reads)
+    return topology, LinkMeasurements(gpus, pair_read_gb_s=reads, read_128b_us=trips)
 
 
 def edges(selection: Selection) -> list[tuple[int, str]]:
@@ -83,7 +84,7 @@ def test_bytes_over_bandwidth():
 def test_the_collapse_is_avoided():
     """Known collapse: no sizeable message goes that way; unknown, the table is that of any box."""
     box = BOXES["asus-esc8000a-broadcom"]
-    size = island_size_for(box, 8)
+    size = box.island_size
     us = {a: model_us(box, a, TOKEN, 8, island_size=size) for a in ("one_shot", "hierarchical")}
     assert size == 4 and us["hierarchical"] < us["one_shot"] / 2
     assert select(TOKEN, 8, box.topology)[0] == "one_shot"
@@ -118,7 +119,9 @@ def test_edges_to_the_packet():
     table = tabulate(choose, 1 << 20, 2, "model")
     assert edges(table)[0] == (5008, "one_shot") and edges(table)[-1] == (1 << 20, "hierarchical")
     assert len(calls) < 60
-    assert tabulate(lambda size: "one_shot", 64, 0, "model").entries == (Entry(64, "one_shot", 1),)
+    assert tabulate(lambda size: "one_shot", 64, 0, "model").entries == (
+        Entry(64, "one_shot", DEFAULT_BLOCKS),
+    )
 
 
 def test_ties_go_to_the_lower_number():
@@ -146,8 +149,8 @@ def test_any_measurements(num_ranks, num_bytes, name, gb_s, us):
     gpus = [GpuId(f"GPU-{i}", f"0000:{i:02x}:00.0") for i in range(8)]
     measured = LinkMeasurements(gpus, matrix, matrix, late, late)
     algorithm, num_blocks = select(num_bytes // 2 * 2, num_ranks, topology, measured)
-    assert num_blocks == blocks_for(num_bytes // 2 * 2)
-    islands = island_size_for(box_for(num_ranks, topology, measured), num_ranks)
+    assert 1 <= num_blocks <= MAX_BLOCKS
+    islands = box_for(num_ranks, topology, measured).island_size
     assert not algorithm.startswith("hierarchical") or has_islands(num_ranks, islands)
 
 

@@ -356,6 +356,7 @@ def test_the_table_shows_every_row():
     text = "\n".join(validation.table(rows))
     assert all(r.what in text for r in rows)
     assert text.count("MISFIT") == sum(r.misfit for r in rows) > 0
+    assert all(text.count(r.reason) == 1 for r in rows if r.misfit)
 
 
 def measured(box: Box) -> LinkMeasurements:

@@ -50,7 +50,8 @@ class Clock:
     def __call__(self, algorithm, num_blocks, num_bytes):
         self.calls.append((algorithm, num_blocks, num_bytes))
         alpha, beta = self.COSTS[algorithm]
-        us = alpha + beta * num_bytes / 1024 + max(0, num_blocks - 16) + self.slow
+        grid = min(num_blocks, -(-num_bytes // 2048))
+        us = alpha + beta * num_bytes / 1024 + max(0, grid - 16) + self.slow
         return [us, us + 50.0, us, us - 1.0, us]  # a median, no mean
 
 
@@ -66,7 +67,7 @@ def test_the_fastest_is_chosen():
         chosen = next(t for t in mine if (t.algorithm, t.num_blocks) == (algorithm, num_blocks))
         assert chosen.us <= min(t.us for t in mine) * 1.02
     assert [e.algorithm for e in table.entries if e.max_bytes >= 1 << 19] == ["hierarchical"]
-    assert all(e.num_blocks <= 16 for e in table.entries)
+    assert all(table.pick(size)[1] <= 16 for size in TUNED_BYTES if size > 1 << 16)
     again = Clock()
     assert tune(again, 8, island_size=4) == (table, timed) and again.calls == clock.calls
 
@@ -83,7 +84,9 @@ def test_ties_do_not_depend_on_noise():
 def test_only_what_the_group_can_run(num_ranks):
     table, timed = tune(Clock(), num_ranks, sizes=[16, 1 << 16])
     assert {t.algorithm for t in timed} == {"one_shot", "two_shot"}
-    assert all(t.num_blocks <= -(-t.num_bytes // 2048) for t in timed)
+    # One tile: no grid differs from the default. 32 tiles: smaller ones do, larger ones do not.
+    assert [t.num_blocks for t in timed if t.num_bytes == 16] == [32, 32]
+    assert [t.num_blocks for t in timed if t.num_bytes == 1 << 16] == [32, 32, 8, 16]
     assert Selection.from_dict(table.as_dict()) == table
 
 
