@@ -7,6 +7,8 @@ fails, hangs or breaks the device hides no other:
 
 check OP KIND    calls at the shapes of decoding, against the reference, bytes around included
 capture OP       a CUDA graph replayed on other values gives the bits of eager calls
+check collectives N, capture collectives, missing rank
+                 the same of N ranks that are streams of this device, and one that stays away
 launches         kernels of a verify layer and of an accepted cycle, against what is promised
 time WHAT        microseconds; bandwidth as a share of a copy measured in the same process; rivals
 suites           ``pytest -m gpu``: the suites of ``tests/`` on the device, a process for each file
@@ -32,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,7 @@ from gpu_attention import ATTENTION, PAGE, RIVALS
 
 import spec_kernels
 from spec_kernels import DraftTree, Verified, _library
-from spec_kernels.testing import calls, on_device
+from spec_kernels.testing import calls, collectives, on_device
 from spec_kernels.testing.compare import assert_same_bits
 from spec_kernels.testing.timing import machine
 
@@ -165,6 +167,45 @@ def capture(op: str, device: str = "cuda", record=cuda_graph) -> Row:
                     raise AssertionError(f"{op}, {first.name}: {name}: {error}") from None
             num += 1
     return {"detail": f"{num} replays"}
+
+
+# ------------------------------------------------------------------------------------- collectives
+
+LOCAL_RANKS = (2, 4, 8)
+MISSING_MS = 100
+SIZES = (0, 1, 1000, 7168, 4 * 7168 + 3, 64 * 7168)
+SHAPES = ((1, 7168), (4, 7168), (3, 1000))
+MakeRanks = Callable[..., collectives.LocalRanks]
+
+
+def check_collectives(
+    num_ranks: int,
+    make: MakeRanks = collectives.LocalRanks,
+    sizes: Sequence[int] = SIZES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> Row:
+    """Every algorithm, gather, broadcast and barrier, and the fused form against its two ops."""
+    with make(num_ranks) as ranks:
+        passed = list(collectives.check_sums(ranks, sizes))
+        passed += [f"fused {name}" for name in collectives.check_fused(ranks, shapes)]
+        passed += list(collectives.check_moves(ranks, (0, 3, 100_000)))
+    return {"detail": ", ".join(passed)}
+
+
+def capture_collectives(
+    make: MakeRanks = collectives.LocalRanks,
+    sizes: Sequence[int] = SIZES[2:5],
+    num_replays: int = 20,
+) -> Row:
+    """Graphs of several sizes and algorithms, interleaved, on values that are new to them."""
+    with make(4) as ranks:
+        return {"detail": ", ".join(collectives.check_replays(ranks, sizes, num_replays))}
+
+
+def missing_rank(make: MakeRanks = collectives.LocalRanks) -> Row:
+    """With one of three ranks away, the others end within the time that they were given."""
+    with make(3, timeout_ms=MISSING_MS) as ranks:
+        return {"detail": collectives.check_missing_rank(ranks)}
 
 
 # ---------------------------------------------------------------------------------------- launches
@@ -469,11 +510,74 @@ def time_small(device: str = "cuda", measure: Measure = microseconds) -> Iterato
         yield {"what": what, "us": round(us, 2), "rival us": "-"}
 
 
+def local_microseconds(replay_of: Callable[[int], collectives.Replay], times: int = 500) -> float:
+    """Of a call: median over replays of a graph of ``times`` of them on each rank."""
+    replay, samples = replay_of(times), []
+    for _ in range(6):
+        start = time.perf_counter()
+        replay()
+        samples.append((time.perf_counter() - start) * 1e6 / times)
+    return sorted(samples[1:])[2]
+
+
+def time_allreduce(
+    make: MakeRanks = collectives.LocalRanks,
+    measure: Callable[[Callable[[int], collectives.Replay]], float] = local_microseconds,
+    rows: Sequence[int] = (1, 4, 16, 64),
+    hidden: int = 7168,
+    num_ranks: int = 8,
+) -> Iterator[Row]:
+    """What the protocol costs among ranks that share a device: no link takes part in it.
+
+    Fused: one launch a rank against ``all_reduce`` and ``hidden_capture``. Host: how long a caller
+    is held up by an eager call, on two ranks in turns.
+    """
+    with make(num_ranks, num_blocks=8) as ranks:
+        for num in rows:
+            f = collectives.Fused(ranks, num, hidden, torch.bfloat16)
+            for algorithm in ranks.algorithms():
+                one = functools.partial(
+                    ranks.record, "all_reduce", f.x, f.sums, algorithm=algorithm
+                )
+                fused = functools.partial(
+                    ranks.record, "all_reduce_norm", *f.fused, **f.options, algorithm=algorithm
+                )
+
+                def two_ops(rank, f=f, algorithm=algorithm):
+                    ranks.groups[rank].all_reduce(f.x[rank], f.sums[rank], algorithm)
+                    f.normalise(rank)
+
+                us = measure(lambda times, record=one: record(times=times))
+                at_once = measure(lambda times, record=fused: record(times=times))
+                apart = measure(lambda times, function=two_ops: ranks.record_each(function, times))
+                yield {
+                    "what": f"{num_ranks} ranks on one device, {algorithm}",
+                    "bytes": num * hidden * 2,
+                    "us": round(us, 2),
+                    "with norm and capture us": round(at_once, 2),
+                    "as two ops us": round(apart, 2),
+                    "times faster": round(apart / at_once, 2),
+                }
+    with make(2) as ranks:
+        f = collectives.Fused(ranks, 1, hidden, torch.bfloat16)
+        num_calls = 100
+        ranks.call("all_reduce", f.x, f.sums)
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            for rank, group in enumerate(ranks.groups):
+                with ranks.streams.on(rank):
+                    group.all_reduce(f.x[rank], f.sums[rank])
+        us = (time.perf_counter() - start) * 1e6 / (2 * num_calls)
+        ranks.streams.synchronize()
+        yield {"what": "host, an eager call", "bytes": hidden * 2, "us": round(us, 2)}
+
+
 TIMINGS: dict[str, Callable[[], Iterator[Row]]] = {
     "attention": time_attention,
     "accept and compact": time_accept,
     "hidden_capture": time_hidden_capture,
     "small ops": time_small,
+    "allreduce": time_allreduce,
     "flex_attention": lambda: time_rival("flex_attention"),
     "flashinfer": lambda: time_rival("flashinfer"),
 }
@@ -546,6 +650,9 @@ def all_tasks() -> list[Task]:
         if op in calls.CALLS:
             tasks += [Task(f"check {op} {kind}", 45) for kind in kinds(op)]
     tasks += [Task(f"capture {op}", 25) for op in calls.CALLS if kinds(op)]
+    if kinds("pcie_allreduce"):
+        tasks += [Task(f"check collectives {num}", 30) for num in LOCAL_RANKS]
+        tasks += [Task("capture collectives", 25), Task("missing rank", 25)]
     tasks.append(Task("launches", 25))
     tasks += [Task(f"time {name}", 60 if name == "attention" else 40) for name in TIMINGS]
     return [*tasks, Task("suites", float("inf"))]
@@ -554,6 +661,12 @@ def all_tasks() -> list[Task]:
 def perform(name: str, say: Callable[[Row], None]) -> Row:
     """Does one task; ``say`` takes rows as they come."""
     kind, _, rest = name.partition(" ")
+    if name.startswith("check collectives "):
+        return check_collectives(int(name.split()[-1]))
+    if name == "capture collectives":
+        return capture_collectives()
+    if name == "missing rank":
+        return missing_rank()
     if kind == "check":
         return check(*rest.split())
     if kind == "capture":
@@ -702,7 +815,7 @@ def run(seconds: float, only: list[str], save: Callable[[dict], None]) -> dict:
     for op in _library.SCHEMAS:
         if not kinds(op):
             report["ops"][op] = {"result": "no kernel", "detail": "CUDA tensors run the reference"}
-        elif op not in calls.CALLS:
+        elif op not in (*calls.CALLS, *collectives.OPS):
             report["ops"][op] = {"result": "UNCHECKED", "detail": "a kernel without a check here"}
         else:
             report["ops"][op] = {"result": "has a kernel", "detail": ", ".join(kinds(op))}

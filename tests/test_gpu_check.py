@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_host import emulated, fake_driver, host_build
 from torch.nn.attention import flex_attention
 
 from spec_kernels import _library
 from spec_kernels.ops import common
-from spec_kernels.testing import calls, on_device
+from spec_kernels.testing import calls, collectives, on_device
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
@@ -56,14 +57,15 @@ BACKENDS = ("cpu", *sorted({runs for _, runs in KERNELS}))
 
 def test_every_kernel_has_a_check():
     assert {"hidden_capture", "compact", "tree_build"} <= {op for op, _ in KERNELS}
-    assert {op for op, _ in KERNELS} - calls.CALLS.keys() == set()
-    assert calls.CALLS.keys() <= _library.SCHEMAS.keys()
+    assert {op for op, _ in KERNELS} - calls.CALLS.keys() - set(collectives.OPS) == set()
+    assert {*calls.CALLS, *collectives.OPS} <= _library.SCHEMAS.keys()
 
 
 def test_the_checks_pass_right_kernels(backend):
     """All those of ``backend`` that there are."""
     kind = backend.replace("_on_device", "_on_host").replace("triton_on_host", "triton")
     ops = calls.CALLS if backend == "cpu" else [op for op, runs in KERNELS if runs == kind]
+    ops = [op for op in ops if op not in collectives.OPS]
     assert ops
     for op in ops:
         passed = list(calls.check(op, backend, full=False))
@@ -373,3 +375,33 @@ def test_only_some_tasks(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "run_tasks", lambda tasks, *_: asked.extend(tasks) or [])
     gpu_check.run(60, ["launches", "capture compact"], lambda report: None)
     assert [task.name for task in asked] == ["capture compact", "launches"]
+
+
+@pytest.fixture
+def local_ranks(tmp_path):
+    """``collectives.LocalRanks`` on the emulated machine, small."""
+    if host_build.missing():
+        pytest.skip(f"CUDA sources on the host: {host_build.missing()}")
+    machine, fake = host_build.load(), fake_driver.load(tmp_path)
+    machine.configure(2, emulated.RESIDENT)
+    machine.set_clock(1000)
+    platform = emulated.platform(fake, machine, host_clock=False)
+
+    def make(num_ranks, **options):
+        sizes = dict(one_shot_bytes=4096, two_shot_bytes=4096)
+        streams = emulated.Streams(machine, num_ranks)
+        return collectives.LocalRanks(num_ranks, 0, streams, platform=platform, **sizes, **options)
+
+    yield make
+    machine.set_clock(1)
+    machine.configure(host_build.schedule())
+
+
+def test_collectives_are_captured(gpu_check, local_ranks):
+    row = gpu_check.capture_collectives(local_ranks, (5, 700), 2)
+    assert row == {"detail": "replay 0, replay 1"}
+
+
+def test_a_missing_rank_is_told(gpu_check, local_ranks, monkeypatch):
+    monkeypatch.setattr(gpu_check, "MISSING_MS", 20)
+    assert "rank 2 did not arrive" in gpu_check.missing_rank(local_ranks)["detail"]

@@ -2,15 +2,12 @@
 a driver that can be told to fail.
 """
 
-import ctypes
-
 import pytest
 import torch
-from cuda_on_host import fake_driver, host_build
+from cuda_on_host import emulated, fake_driver, host_build
 
-from spec_kernels.comm import p2p
 from spec_kernels.comm.communicator import shared_memory_reason
-from spec_kernels.comm.device_group import DeviceGroup, Platform, declare
+from spec_kernels.comm.device_group import DeviceGroup
 from spec_kernels.comm.launch import launch
 from spec_kernels.comm.selection import Entry as Choice
 from spec_kernels.comm.selection import Selection
@@ -34,29 +31,7 @@ def fake(tmp_path):
 
 @pytest.fixture
 def platform(fake, machine):
-    """The emulated machine, each process of which keeps the host's time."""
-    return emulated(fake, machine)
-
-
-def emulated(fake, machine):
-    library = p2p.declare(declare(machine.library))
-
-    def driver():
-        machine.set_clock(0)
-        machine.configure(seed=2, max_steps=1 << 62)
-        return fake.driver()
-
-    def tensor(address, num_bytes, device):
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    return Platform(
-        driver=driver,
-        library=library,
-        ops=getattr(torch.ops, host_build.NAMESPACE),
-        torch_device=lambda name: torch.device("cpu"),
-        tensor=tensor,
-    )
+    return emulated.platform(fake, machine, host_clock=True)
 
 
 def run(fn, world_size, *args, **options):
