@@ -46,11 +46,8 @@ void row(const MergeStatesArgs& a, int64_t b, int64_t n, int64_t h) {
       const F32x16 x = rest >= kLanes ? load(in) : load_partial(in, rest);
       sum = fma(x, splat(steps[s].add), sum * splat(steps[s].keep));
     }
-    if (rest >= kLanes) {
-      store(out + c, sum / divisor);
-    } else {
-      store_partial(out + c, sum / divisor, rest);
-    }
+    const F32x16 mean = sum / divisor;
+    store_up_to(out + c, mean + (mean - mean), rest);  // an infinity becomes NaN
   }
 }
 

@@ -636,9 +636,11 @@ SK_INLINE void softmax_row(const Work& w, float* scores, Weight* weights, int64_
     store_weights(weights + i, p);
   }
   *sum_out = reduce_add(sum);
-  // The maximum passes over a NaN, and -inf means that nothing was seen: a NaN score must not look
-  // so.
-  *max_out = *sum_out != *sum_out ? *sum_out : row_max;
+  // The maximum passes over a NaN, and -inf means that nothing was seen: neither a NaN score nor
+  // scores of -inf alone, whose values may be NaN, must look so.
+  *max_out = *sum_out != *sum_out               ? *sum_out
+             : first < last && row_max == -kInf ? -kMaxFloat
+                                                : row_max;
 }
 
 // ---- leaves
@@ -783,9 +785,6 @@ SK_INLINE void merge_rows(int64_t num_rows, int64_t columns, const Partial& a, c
   }
 }
 
-// e^(x - top), where top is the greater of two such x: 1 for it, infinities included.
-SK_INLINE float weight_of(float x, float top) { return x == top ? 1.0f : exp_one(x - top); }
-
 // Adds the sinks, divides by the sums and writes out and lse.
 template <class Q>
 void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& p) {
@@ -805,12 +804,13 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
       const float sink = a.sinks[head * a.sink_stride];
       if (sink != -kInf) {
         top = top != top || top > sink ? top : sink;  // NaN stays
-        weight = weight_of(p.max[r], top);
-        sum = sum * weight + weight_of(sink, top);
+        weight = exp_one(p.max[r] - top);
+        sum = sum * weight + exp_one(sink - top);
       }
     }
     *lse = top == -kInf ? -kInf : top + __builtin_logf(sum);
-    const F32x16 scale = splat(empty ? 0.0f : value_scale * weight / sum);
+    // Where no key has weight the values add up to zero, or to NaN.
+    const F32x16 scale = splat(sum == 0.0f ? 1.0f : value_scale * weight / sum);
     for (int64_t c = 0; c < a.v_dim; c += 32) {
       F32x16 x[2] = {{}, {}};
       if (!empty) {
@@ -829,9 +829,10 @@ void finish(const TreeAttentionArgs& a, const AttentionJob& job, const Partial& 
       for (int half = 0; half < 2; ++half) {
         const int64_t at = c + 16 * half;
         if (at >= a.v_dim) break;
-        // Adding zero makes a negative zero positive: a hidden key may or may not have added one
-        // before.
-        const F32x16 y = x[half] * scale + 0.0f;
+        const F32x16 z = x[half] * scale;
+        // What is added is zero, or NaN for an infinity. Zero makes a negative zero positive: a
+        // hidden key may or may not have added one before.
+        const F32x16 y = z + (z - z);
         if (a.v_dim - at >= 16) {
           store(out + at, y);
         } else {

@@ -14,6 +14,7 @@ namespace {
 #define SK_INLINE_MEMBER inline __attribute__((always_inline))
 
 constexpr float kInf = __builtin_inff();
+constexpr float kMaxFloat = 3.402823466e38f;
 
 SK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SK_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -32,6 +32,11 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def finite_or_nan(x):
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+
+
+@triton.jit
 def operand(x):
     """An operand of ``tl.dot``."""
     if INTERPRET and x.dtype == tl.bfloat16:

@@ -306,9 +306,16 @@ def exact(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
                 scores = p.logit_cap * torch.tanh(scores / p.logit_cap)
             if p.sinks is not None and p.shard.index == 0:
                 scores = torch.cat((scores, p.sinks.double()[:, None]), 1)
-            lse[b, n] = torch.logsumexp(scores, 1)
-            weights = torch.softmax(scores, 1)[:, : len(rows)]
-            out[b, n] = torch.einsum("hs,shd->hd", weights, values)
+            top = scores.amax(1, keepdim=True)
+            weights = torch.exp(scores - torch.where(top == -math.inf, 0, top))
+            total = weights.sum(1, keepdim=True)
+            bad = scores.isnan().any(1) | (scores == math.inf).any(1)
+            lse[b, n] = (top + total.log()).squeeze(1).masked_fill(bad, math.nan)
+            weights = torch.where(total == 0, 0, weights / total)[:, : len(rows)]
+            finite = values.isfinite()
+            mixed = torch.einsum("hs,shd->hd", weights, torch.where(finite, values, 0))
+            nan = bad[:, None] | ~finite.all(0)
+            out[b, n] = mixed.masked_fill(nan, math.nan)
     return out, lse
 
 

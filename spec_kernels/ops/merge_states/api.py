@@ -33,7 +33,8 @@ def merge_states(
     are added in the order 0, 1, 2, ... in fp32, relative to the greatest LSE so far, and the result
     is rounded once, so ranks that hold the same parts compute the same bits. A part whose LSE is
     -inf saw nothing and is not looked at: merging it changes no bit, and of such parts alone the
-    result is 0 and -inf. A NaN LSE makes its row NaN.
+    result is 0 and -inf. An LSE that is NaN or +inf makes its row NaN, ``lse`` included; an element
+    of a part that is not finite makes that element of the result NaN, whatever the part's weight.
 
     Args:
         outs: ``[S <= 1024, B, N, H, D]`` float32, bfloat16 or float16: normalised partial outputs,

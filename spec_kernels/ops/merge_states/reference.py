@@ -24,7 +24,8 @@ def merge_states_reference(outs, lses, out, lse) -> None:
         top = new_top
     empty = top == -torch.inf
     lse.copy_(torch.where(empty, top, top + torch.log(total)))
-    out.copy_(torch.where(empty.unsqueeze(-1), 0, values / total.unsqueeze(-1)))
+    result = torch.where(empty.unsqueeze(-1), 0, values / total.unsqueeze(-1))
+    out.copy_(result.where(result.isfinite(), torch.nan))
 
 
 register_reference("merge_states", merge_states_reference)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_kernels.ops.triton_common import LOG2E, check_device, round_to
+from spec_kernels.ops.triton_common import LOG2E, check_device, finite_or_nan, round_to
 
 _ROWS = 4
 _BLOCK_D = 256
@@ -72,7 +72,7 @@ def merge_states_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     place = (out + b * stride_ob + node * stride_on + head * stride_oh)[:, None] + columns[None, :]
-    result = round_to(acc / total[:, None], out.dtype.element_ty)
+    result = round_to(finite_or_nan(acc / total[:, None]), out.dtype.element_ty)
     tl.store(place, result, mask=real[:, None] & wanted)
     if tl.program_id(1) == 0:
         log_sum = tl.where(empty, -float("inf"), top + tl.log2(total) / LOG2E)

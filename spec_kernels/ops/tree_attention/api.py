@@ -145,6 +145,15 @@ def tree_attention(
     part has the same bits in any tree and batch, but decoding a path, which deals its keys to
     several shards, agrees with verifying it only within rounding.
 
+    Infinities and NaN reach the rows that see them and no others. A score is what IEEE arithmetic
+    makes of it; a cap brings an infinite one to ``+-cap``. Then, for one row and head:
+
+    - a score or a sink of -inf weighs nothing; if all are, ``lse`` is -inf and ``out`` 0;
+    - a score or a sink that is NaN or +inf makes ``out`` and ``lse`` NaN;
+    - a value that is not finite makes its column NaN, whatever the weight of its key.
+
+    Finite numbers whose products or sums overflow float32 are not covered.
+
     Args:
         q: ``[B, N, H, Dk]`` float32, bfloat16 or float16. Rows may be strided.
         k_cache: ``[P, page, Hkv, Dk]``, same dtype or float8_e4m3fn, ``H`` a multiple of ``Hkv``.

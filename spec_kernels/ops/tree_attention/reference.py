@@ -158,10 +158,12 @@ def attend(
     if sinks is not None and shard.index == 0:  # one more column, without a value
         column = sinks.to(dtype).view(num_kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column.masked_fill(~present, -torch.inf)), -1)
-    lse.copy_(torch.logsumexp(scores, -1).flatten(2))
     shift = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(shift == -torch.inf, 0, shift))
-    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    total = weights.sum(-1, keepdim=True)  # NaN where a score is NaN or +inf
+    log_sum = torch.logsumexp(scores, -1).masked_fill(total.squeeze(-1).isnan(), torch.nan)
+    lse.copy_(log_sum.flatten(2))
+    weights = weights / total.clamp_min(torch.finfo(dtype).tiny)
     weights = weights[..., :num_keys]
     # A weight of zero does not silence a NaN: it must reach the rows that see it, and no other.
     finite = v.isfinite()

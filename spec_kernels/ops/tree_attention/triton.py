@@ -45,6 +45,7 @@ from spec_kernels.ops.triton_common import (
     LOG2E,
     check_device,
     device_facts,
+    finite_or_nan,
     fp8_conversion,
     from_cache,
     operand,
@@ -250,7 +251,7 @@ def _finish(acc, top, total, sink, HAS_SINKS: tl.constexpr):
         acc = acc * keep[:, None]
         top = new
     empty = total == 0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+    out = finite_or_nan(acc / tl.where(empty, 1.0, total)[:, None])
     lse = tl.where(empty, -float("inf"), top + tl.log2(tl.where(empty, 1.0, total)) / LOG2E)
     return out, lse
 
