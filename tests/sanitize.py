@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = (1, 2, 3, 0)
 # Suites that take minutes here run under one schedule each; malformed calls have all.
 LONG_SUITES = {
+    "test_allreduce_cuda": 1,
     "test_tree_verify": 2,
     "test_tree_verify_coins": 1,
     "test_tree_verify_cuda": 3,
@@ -76,7 +77,9 @@ def sanitized_environment() -> dict[str, str]:
 
 
 def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
-    suites = [p for d in ("ops", "compat") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))]
+    suites = [
+        p for d in ("ops", "compat", "comm") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))
+    ]
     suites = [p for p in suites if '"cuda_on_host"' in p.read_text()]
     short = [str(p) for p in suites if p.stem not in LONG_SUITES]
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -94,6 +97,7 @@ def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
     def run(name, seed, command):
         environment = sanitized_environment()
         environment |= {"SIMT_SANITIZE": "1", "SIMT_SEED": str(seed), "PYTHONPATH": str(ROOT)}
+        environment.setdefault("SPEC_KERNELS_ALLREDUCE_CALLS", "4")
         done = subprocess.run(
             command,
             cwd=ROOT,

@@ -296,7 +296,8 @@ class Call {
   // Tells `ranks` that all that this block has stored stands to be read. All threads; one fence. A
   // block of which a single thread gave up says nothing.
   __device__ void publish(uint32_t ranks) {
-    if (__syncthreads_or(over_) || threadIdx.x != 0) return;
+    const bool silent = __syncthreads_or(over_) && !mutant("allreduce_publish_anyway");
+    if (silent || threadIdx.x != 0) return;
     __threadfence_system();
 #pragma unroll 1
     for (int r = 0; r < p_.world_size; ++r) {

@@ -112,7 +112,8 @@ class Group:
 
     def all_reduce(self, rank: int, x, out=None, algorithm: int = 0, timeout_ms: int = NEVER_MS):
         """Enqueues the call of ``rank``; its result is there after ``synchronize``."""
-        out = torch.full_like(x, torch.nan) if out is None else out
+        # Neither a sum nor the poison of a failed call.
+        out = torch.full_like(x, -7) if out is None else out
         args = (x, out, self.slabs[rank], rank, self.world_size, timeout_ms, algorithm)
         with self.on(rank):
             self.ops.pcie_allreduce.default(*args)

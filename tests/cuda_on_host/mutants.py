@@ -20,6 +20,27 @@ TESTS = HERE.parent
 
 # Mutant: test of tests/*/test_<op>.py (run with backend cuda_on_host), schedule.
 MUTANTS = {
+    "allreduce_bf16_sum": ("allreduce_cuda", "test_case_35_sums_are_rounded_once", 0),
+    "allreduce_block_epoch": ("allreduce_cuda", "test_tiles_change_hands_between_calls", 0),
+    "allreduce_early_release": ("allreduce_cuda", "test_case_30_random_sequences_stay_exact", 0),
+    "allreduce_host_epoch": ("allreduce_cuda", "test_case_32_replays_are_eager_calls", 0),
+    "allreduce_no_bound": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
+    "allreduce_no_clear": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
+    "allreduce_no_poison": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
+    "allreduce_one_slot": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
+    "allreduce_publish_anyway": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
+    "allreduce_pull_no_flag": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
+    "allreduce_rank_rotated": (
+        "allreduce_cuda",
+        "test_case_34_the_same_bits_from_every_algorithm",
+        0,
+    ),
+    "allreduce_sentinel_payload": (
+        "allreduce_cuda",
+        "test_words_that_equal_the_sentinel_arrive_as_nan",
+        0,
+    ),
+    "allreduce_wrong_clear": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
     "compact_any_order": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
     "compact_any_page": ("compact", "test_a_request_with_bad_values_moves_nowhere", 0),
     "compact_barrier": ("compact", "test_case_07_rows_0_3_4_5_come_to_the_front_in_every_layer", 1),
