@@ -69,6 +69,12 @@ def count(program: Path, isa: str, call: tuple) -> int:
     return int(found[1])
 
 
+def compiler() -> str:
+    """What the counts depend on, as recorded with them."""
+    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--isa", choices=ISA_FLAGS, default="avx2")
@@ -77,9 +83,7 @@ def main() -> None:
     for tool in ("g++", "valgrind"):
         if shutil.which(tool) is None:
             sys.exit(f"count_instructions: needs {tool}, which is not on PATH")
-    version = subprocess.run(["g++", "--version"], capture_output=True, text=True)
-    compiler = version.stdout.splitlines()[0]
-    print(f"{compiler}, {options.isa}; k_dim and v_dim: mla 576, 512; gqa 128, 128; 8 heads")
+    print(f"{compiler()}, {options.isa}; k_dim and v_dim: mla 576, 512; gqa 128, 128; 8 heads")
     print(
         f"{'form':6}{'queries':9}{'cache':7}{'context':>8}{'nodes':>7}{'instructions':>15}"
         f"{'per multiply-add':>18}"
@@ -108,7 +112,7 @@ def main() -> None:
                 }
             )
     if options.json:
-        report = {"machine": machine(), "compiler": compiler, "isa": options.isa, "rows": rows}
+        report = {"machine": machine(), "compiler": compiler(), "isa": options.isa, "rows": rows}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
