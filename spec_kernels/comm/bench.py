@@ -124,11 +124,11 @@ def contribution(rank: int, rows: int, hidden: int = HIDDEN) -> torch.Tensor:
     return torch.randn((rows, hidden), generator=g).bfloat16()
 
 
-def gloo_group(rank: int, world_size: int, listener: socket.socket):
-    """gloo among the ranks that were forked with ``listener``, which rank 0's store takes over."""
+def rank_store(rank: int, world_size: int, listener: socket.socket):
+    """A store for the ranks that were forked with ``listener``; rank 0 serves it from there."""
     import torch.distributed as dist
 
-    store = dist.TCPStore(
+    return dist.TCPStore(
         "127.0.0.1",
         listener.getsockname()[1],
         world_size,
@@ -136,6 +136,13 @@ def gloo_group(rank: int, world_size: int, listener: socket.socket):
         master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
         wait_for_workers=False,
     )
+
+
+def gloo_group(rank: int, world_size: int, listener: socket.socket):
+    """gloo among the ranks that were forked with ``listener``."""
+    import torch.distributed as dist
+
+    store = rank_store(rank, world_size, listener)
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
 
 

@@ -1,4 +1,4 @@
-"""``spec-kernels topology``: the subcommands that look at one machine's GPUs and their links."""
+"""``spec-kernels topology``, ``tune`` and ``bench``: a machine's GPUs, their links, their sums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 def add_parser(subparsers) -> None:
     _add_topology(subparsers)
+    _add_tune(subparsers)
+    _add_bench(subparsers)
 
 
 def _add_topology(subparsers) -> None:
@@ -91,3 +93,218 @@ def _prints_lines() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+class _CannotRun(Exception):
+    """What the user asked for cannot be had here; the text says what can."""
+
+
+def _add_tune(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "tune",
+        help="which all-reduce algorithm takes which message",
+        description="Finds the all-reduce algorithm for each message size: by timing on this "
+        "machine's GPUs, inside a graph, kept on disk; or without them by the simulator, for a "
+        "described box or for links that were measured, and then everything is a prediction.",
+    )
+    _add_machine(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--refresh", action="store_true", help="time again, even if a table is kept"
+    )
+    parser.set_defaults(func=tune)
+
+
+def _add_bench(subparsers) -> None:
+    bench = subparsers.add_parser(
+        "bench",
+        help="check an op on this machine, then time it",
+        description="Checks an op on this machine, then times it.",
+    )
+    parser = bench.add_subparsers(dest="what", required=True, metavar="WHAT").add_parser(
+        "allreduce",
+        help="the sum over ranks: on this machine's GPUs against NCCL, or its CPU against gloo",
+        description="Times sums over ranks once their bits are right: on two or more GPUs every "
+        "algorithm against NCCL, inside a graph; on the CPU the communicator against gloo. With "
+        '--box nothing runs, and every row is labelled "predicted".',
+    )
+    _add_machine(parser)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender (15)")
+    parser.add_argument("--calls", type=int, default=60, help="calls in a turn (60)")
+    parser.add_argument("--cpu", action="store_true", help="the CPU's ranks, even where GPUs are")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(func=bench_allreduce)
+
+
+def _add_machine(parser) -> None:
+    add = parser.add_argument
+    add("--box", metavar="NAME", help="a described box, simulated; all: each of them")
+    add(
+        "--measurements",
+        type=Path,
+        metavar="FILE",
+        help="links as measured (JSON of comm.p2p.LinkMeasurements), simulated",
+    )
+    add(
+        "--topology",
+        type=Path,
+        metavar="FILE",
+        help="with --measurements, the tree (what spec-kernels topology --json prints); without it "
+        "all GPUs are taken to be below one switch",
+    )
+    add("--ranks", type=int, help="the machine's first ranks (all, at most 8)")
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="bf16 rows in a message (1 2 3 4 8 16 64)",
+    )
+    add("--hidden", type=int, default=7168, help="elements of a row (7168)")
+
+
+def _check_machine(args: argparse.Namespace) -> None:
+    if args.ranks is not None and not 1 <= args.ranks <= 8:
+        raise _CannotRun(f"--ranks: expected 1 to 8, got {args.ranks}")
+    if args.hidden < 1 or any(n < 1 for n in args.tokens or ()):
+        raise _CannotRun("--tokens, --hidden: expected positive numbers")
+    if args.box and args.measurements:
+        raise _CannotRun("--box and --measurements exclude each other")
+    if args.topology and not args.measurements:
+        raise _CannotRun("--topology goes with --measurements")
+
+
+def _machines(args: argparse.Namespace):
+    """The boxes to simulate that the arguments name; none if they name none."""
+    from spec_kernels.comm.p2p import LinkMeasurements
+    from spec_kernels.comm.selection import box_for
+    from spec_kernels.comm.simulator import boxes
+    from spec_kernels.comm.topology import Topology
+
+    if args.measurements:
+        measured = LinkMeasurements.from_json(args.measurements.read_text())
+        tree = None
+        if args.topology:
+            data = json.loads(args.topology.read_text())
+            wrapped = isinstance(data, dict) and "topology" in data
+            tree = Topology.from_dict(data["topology"] if wrapped else data)
+        return [box_for(args.ranks or len(measured.gpus), tree, measured)]
+    if args.box is None:
+        return []
+    known = boxes()
+    if args.box != "all" and args.box not in known:
+        raise _CannotRun(f"--box: expected all or one of {', '.join(known)}, got {args.box}")
+    return list(known.values()) if args.box == "all" else [known[args.box]]
+
+
+def _run(what: str, args: argparse.Namespace, run) -> int:
+    """Exit code of ``run(args)``; 1 if a rank failed, 2 if it cannot be done, each with a line."""
+    from spec_kernels.comm.launch import RankError
+
+    try:
+        _check_machine(args)
+        return run(args)
+    except RankError as error:
+        print(f"spec-kernels {what}: rank {error.rank}: {error.message}", file=sys.stderr)
+        return 1
+    except (_CannotRun, OSError, ValueError) as error:
+        print(f"spec-kernels {what}: {error}", file=sys.stderr)
+        return 2
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Exit code 0, 1 where a rank failed, or 2 for bad arguments, files, or no GPUs."""
+    return _run("tune", args, _tune)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from spec_kernels.comm.prediction import predict, render
+    from spec_kernels.comm.tuning import TOKENS
+
+    machines = _machines(args)
+    if not machines:
+        return _tune_here(args)
+    found = [
+        predict(box, args.ranks or min(8, box.num_ranks), args.tokens or TOKENS, args.hidden)
+        for box in machines
+    ]
+    if args.json:
+        print(json.dumps([p.as_dict() for p in found], indent=1))
+    else:
+        print("\n\n".join("\n".join(render(p)) for p in found))
+    return 0
+
+
+def _tune_here(args: argparse.Namespace) -> int:
+    from spec_kernels.comm.gpu_timing import tune_on_gpus
+
+    report = _gpus_here()
+    if isinstance(report, str):
+        raise _CannotRun(f"{report}; --box NAME or --measurements FILE predicts")
+    selection = tune_on_gpus(report, args.ranks, refresh=args.refresh)
+    if args.json:
+        print(json.dumps(selection.as_dict(), indent=1))
+    else:
+        print("\n".join(selection.lines()))
+    return 0
+
+
+def _gpus_here():
+    """This machine's report, or why nothing can be timed on its GPUs."""
+    from spec_kernels import _library
+    from spec_kernels.comm.nvml import read_nvml
+    from spec_kernels.comm.report import make_report
+    from spec_kernels.comm.sysfs import read_machine
+
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    report = make_report(read_machine("/sys"), read_nvml(), devices, None, "/sys")
+    count = report.topology.num_ranks
+    if count < 2:
+        return f"{'one GPU' if count else 'no GPU'} here, and sums take two"
+    if not _library.LIBRARIES["cuda"].loaded:
+        return f"{count} GPUs here, but _C_cuda: {_library.LIBRARIES['cuda'].reason}"
+    return report
+
+
+def bench_allreduce(args: argparse.Namespace) -> int:
+    """Exit code 0, 1 where a sum is wrong or a rank failed, or 2 for bad arguments or files."""
+    return _run("bench allreduce", args, _bench_allreduce)
+
+
+def _bench_allreduce(args: argparse.Namespace) -> int:
+    from spec_kernels.comm import bench
+    from spec_kernels.comm.tuning import TOKENS
+
+    tokens = args.tokens or TOKENS
+    tables = []
+    for box in _machines(args):
+        ranks = args.ranks or min(8, box.num_ranks)
+        box = box.select(range(ranks)) if ranks < box.num_ranks else box
+        rows = bench.predicted(box, [2 * args.hidden * n for n in tokens], ranks, box.island_size)
+        tables.append((f"{box.name}, {ranks} ranks: PREDICTED by the simulator", rows))
+    if not tables:
+        tables.append(_measure(args, tokens))
+    if args.json:
+        data = [{"title": title, "rows": [r.as_dict() for r in rows]} for title, rows in tables]
+        print(json.dumps(data, indent=1))
+    else:
+        print("\n\n".join("\n".join([title, *bench.table(rows)]) for title, rows in tables))
+    return 0
+
+
+def _measure(args: argparse.Namespace, tokens):
+    """(title, rows) of this machine."""
+    from spec_kernels.comm.bench import measured_on_cpu
+    from spec_kernels.comm.gpu_timing import measured_on_gpus
+    from spec_kernels.comm.policy import num_cores
+
+    report = "--cpu" if args.cpu else _gpus_here()
+    if not isinstance(report, str):
+        rows = measured_on_gpus(report, [2 * args.hidden * n for n in tokens], args.ranks)
+        return f"{rows[0].num_ranks} GPUs of this machine, {report.nvml.gpus[0].name}", rows
+    ranks = 8 if args.ranks is None else args.ranks
+    if ranks < 2 or args.rounds < 1 or args.calls < 1:
+        raise _CannotRun("expected at least 2 ranks, 1 round and 1 call")
+    load = os.getloadavg()[0]
+    rows = measured_on_cpu(ranks, tokens, args.hidden, args.rounds, args.calls)
+    return f"{ranks} ranks on {num_cores()} cores, load {load:.1f} ({report})", rows

@@ -88,13 +88,7 @@ def render(p: Prediction) -> list[str]:
     if lossy:
         lines.append(f"{', '.join(lossy)}: rounded more than once, only by name")
     lines += ["", "The table that a group would use:"]
-    begin = 0
-    for e in p.selection.entries:
-        blocks = f"{e.num_blocks} block{'s' * (e.num_blocks > 1)}"
-        lines.append(f"  {begin:>7} to {e.max_bytes:>7} bytes  {e.algorithm}, {blocks}")
-        begin = e.max_bytes + 1
-    islands = f"islands of {p.island_size} ranks" if p.island_size else "no islands"
-    lines.append(f"  {islands}; longer messages go to NCCL")
+    lines += [f"  {line}" for line in p.selection.lines()]
     if p.comparisons:
         free = [c for c in p.comparisons if c.origin == "prediction"]
         fits = sum(not c.misfit for c in free)

@@ -85,6 +85,16 @@ class Selection:
                 return e.algorithm, e.num_blocks
         return None
 
+    def lines(self) -> list[str]:
+        """For people."""
+        lines, begin = [], 0
+        for e in self.entries:
+            blocks = f"{e.num_blocks} block{'s' * (e.num_blocks > 1)}"
+            lines.append(f"{begin:>7} to {e.max_bytes:>7} bytes  {e.algorithm}, {blocks}")
+            begin = e.max_bytes + 1
+        islands = f"islands of {self.island_size} ranks" if self.island_size else "no islands"
+        return [*lines, f"{islands}; {self.origin}; longer messages go to NCCL"]
+
     def as_dict(self) -> dict:
         return {
             "origin": self.origin,

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from spec_kernels.comm.schedules import TILE_BYTES, algorithms_for
 from spec_kernels.comm.selection import (
     DEFAULT_BLOCKS,
@@ -43,7 +41,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 # (algorithm, number of blocks, bytes) -> microseconds of single calls; all ranks call it alike.
 Clock = Callable[[str, int, int], Sequence[float]]
-Report = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 def to_stderr(text: str) -> None:
@@ -188,8 +186,8 @@ def cache_path(key: Key, directory: Path | None = None) -> Path:
     return (directory or cache_directory()) / f"{key.digest[:32]}.json"
 
 
-def load(key: Key, directory: Path | None = None, report: Report = to_stderr) -> Selection | None:
-    """The table kept for ``key``; None if there is none, or (with a report) none that is sound."""
+def load(key: Key, directory: Path | None = None, warn: Warn = to_stderr) -> Selection | None:
+    """The table kept for ``key``; None if there is none, or (with a warning) none that is sound."""
     try:
         path = cache_path(key, directory)
         with open(path, "rb") as f:
@@ -216,16 +214,16 @@ def load(key: Key, directory: Path | None = None, report: Report = to_stderr) ->
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, RecursionError) as error:
-        report(f"ignored the all-reduce table kept in {_shown(key, directory)}: {error}")
+        warn(f"ignored the all-reduce table kept in {_shown(key, directory)}: {error}")
         return None
 
 
 def store(
-    key: Key, selection: Selection, directory: Path | None = None, report: Report = to_stderr
+    key: Key, selection: Selection, directory: Path | None = None, warn: Warn = to_stderr
 ) -> Path | None:
     """Keeps a table; readers see the old file or the new one, whoever writes at the same time.
 
-    Returns its path; None, with a report, where it cannot be kept.
+    Returns its path; None, with a warning, where it cannot be kept.
     """
     temporary = None
     try:
@@ -243,7 +241,7 @@ def store(
     except (OSError, RuntimeError) as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        report(f"could not keep the all-reduce table in {_shown(key, directory)}: {error}")
+        warn(f"could not keep the all-reduce table in {_shown(key, directory)}: {error}")
         return None
 
 
@@ -264,7 +262,7 @@ def tune_group(
     *,
     refresh: bool = False,
     directory: Path | None = None,
-    report: Report = to_stderr,
+    warn: Warn = to_stderr,
     **options,
 ) -> Selection:
     """The table of a group: rank 0's cached one, else a newly timed one; all ranks call this.
@@ -281,7 +279,7 @@ def tune_group(
         RuntimeError: ranks differ in their keys or in the table; on all ranks, naming what differs.
     """
     comm._agree({"all-reduce key": key.digest, "refresh": refresh, **_named(asdict(key))})
-    kept = load(key, directory, report) if comm.rank == 0 and not refresh else None
+    kept = load(key, directory, warn) if comm.rank == 0 and not refresh else None
     found = comm.exchange(None if kept is None else kept.as_dict())[0]
     if found is not None:
         selection = Selection.from_dict(found)
@@ -295,32 +293,9 @@ def tune_group(
         )
     comm._agree({"all-reduce table": json.dumps(selection.as_dict())})
     if found is None and comm.rank == 0:
-        store(key, selection, directory, report)
+        store(key, selection, directory, warn)
     return selection
 
 
 def _named(fields: dict) -> dict[str, object]:
     return {f"all-reduce key, {name}": value for name, value in fields.items()}
-
-
-def graph_times(call: Callable[[], object], *, calls: int = 20, replays: int = 20) -> list[float]:
-    """Microseconds a call inside a CUDA graph of ``calls`` of them; one sample a replay.
-
-    Calls on this thread's current stream, which must not be the default one.
-    """
-    cuda = torch.cuda
-    stream = cuda.current_stream()
-    graph = cuda.CUDAGraph()
-    call()  # what is made at the first call must not be made while capturing
-    stream.synchronize()
-    with cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    events = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-    for begin, end in events:
-        begin.record(stream)
-        graph.replay()
-        end.record(stream)
-    stream.synchronize()
-    return [begin.elapsed_time(end) * 1e3 / calls for begin, end in events]

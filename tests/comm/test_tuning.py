@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from spec_kernels.comm import tuning
 from spec_kernels.comm.launch import RankError, launch
@@ -19,7 +18,6 @@ from spec_kernels.comm.tuning import (
     Key,
     cache_directory,
     cache_path,
-    graph_times,
     load,
     store,
     tune,
@@ -270,7 +268,7 @@ def test_concurrent_writers(tmp_path, said):
 def tuned_rank(comm, directory, slow, refresh=False, key=KEY, sizes=(2048, 1 << 20)):
     clock, said = Clock(slow[comm.rank]), []
     table = tune_group(
-        comm, key, clock, refresh=refresh, directory=directory, report=said.append, sizes=sizes
+        comm, key, clock, refresh=refresh, directory=directory, warn=said.append, sizes=sizes
     )
     return table.as_dict(), len(clock.calls), said
 
@@ -327,72 +325,6 @@ def test_a_rank_that_fails_fails_all(tmp_path):
     with pytest.raises(RankError, match="no clock here"):
         launch(rank, 2, timeout=60)
     assert os.listdir(tmp_path) == []
-
-
-# Inside a graph.
-
-
-class FakeCuda:
-    """As much of torch.cuda as ``graph_times`` uses, on a clock of its own: 5 us a call."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.captured = None
-        self.log = []
-
-    def call(self):
-        if self.captured is None:
-            self.now += 400.0  # an eager first call
-        else:
-            self.captured += 1
-
-    def current_stream(self):
-        return self
-
-    def synchronize(self):
-        self.log.append("synchronize")
-
-    def CUDAGraph(self):  # noqa: N802
-        fake, graph = self, type("Graph", (), {})()
-
-        def replay():
-            fake.log.append("replay")
-            fake.now += 5.0 * graph.num
-
-        graph.replay = replay
-        return graph
-
-    def graph(self, graph, stream):
-        fake = self
-
-        class Capture:
-            def __enter__(self):
-                fake.captured = 0
-
-            def __exit__(self, *error):
-                graph.num, fake.captured = fake.captured, None
-
-        return Capture()
-
-    def Event(self, enable_timing):  # noqa: N802
-        fake = self
-
-        class Event:
-            def record(self, stream):
-                self.at = fake.now
-
-            def elapsed_time(self, end):
-                return (end.at - self.at) / 1e3
-
-        return Event()
-
-
-def test_times_inside_a_graph(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", fake)
-    assert graph_times(fake.call, calls=7, replays=3) == pytest.approx([5.0] * 3)
-    # The first eager call and the first replay are not in.
-    assert fake.log == ["synchronize", *["replay"] * 4, "synchronize"]
 
 
 def test_the_seed_covers_what_is_tuned():
