@@ -377,6 +377,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(pure_wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"spec_kernels"}
     assert [n for n in names if n.endswith((".so", ".cpp", ".h", ".cu")) or "removed" in n] == []
     assert "spec_kernels/assets/deep/er/file.json" in names
+    assert "spec_kernels/comm/boxes.json" in names
     ours = {
         str(p.relative_to(ROOT))
         for p in PACKAGE.rglob("*.py")

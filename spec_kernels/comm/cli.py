@@ -68,14 +68,13 @@ def topology(args: argparse.Namespace) -> int:
         nvml = NvmlReading(absent="not asked, the tree is a recorded one")
     else:
         nvml = read_nvml(args.nvml or LIBRARY)
+    machine = read_machine(args.sysfs)
     devices = args.devices
     if devices is None and not recorded:
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = _devices_of_environment(machine, nvml)
     try:
         measured = args.measurements and LinkMeasurements.from_json(args.measurements.read_text())
-        report = make_report(
-            read_machine(args.sysfs), nvml, devices, measured or None, str(args.sysfs)
-        )
+        report = make_report(machine, nvml, devices, measured or None, str(args.sysfs))
     except (OSError, ValueError) as error:
         print(f"spec-kernels topology: {error}", file=sys.stderr)
         return 2
@@ -84,6 +83,23 @@ def topology(args: argparse.Namespace) -> int:
     else:
         print(render(report, ascii_only=not _prints_lines()))
     return 0
+
+
+def _devices_of_environment(machine, nvml) -> str | None:
+    """CUDA_VISIBLE_DEVICES; None, and a warning, where it names what is not there.
+
+    The machine is looked at all the same: such a setting may be what the user is after.
+    """
+    from spec_kernels.comm.report import numbered_gpus
+    from spec_kernels.comm.visible import visible_devices
+
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        visible_devices(devices, numbered_gpus(machine, nvml))
+    except ValueError as error:
+        print(f"spec-kernels topology: CUDA_VISIBLE_DEVICES ignored: {error}", file=sys.stderr)
+        return None
+    return devices
 
 
 def _prints_lines() -> bool:

@@ -301,7 +301,7 @@ def make_report(
         ValueError: ``devices`` names what is not there; measurements of other GPUs.
     """
     listed = _listed(machine, nvml)
-    numbered = [g for g in listed if (g.index is not None if not nvml.absent else not g.state)]
+    numbered = numbered_gpus(machine, nvml)
     chosen = [numbered[k] for k in visible_devices(devices, numbered)]
     chosen = [g for g in chosen if not g.state]
     rank_of = {g.pci: rank for rank, g in enumerate(chosen)}
@@ -336,6 +336,12 @@ def make_report(
         sysfs=sysfs,
     )
     return replace(draft, findings=tuple(_findings(draft)))
+
+
+def numbered_gpus(machine: Machine, nvml: NvmlReading) -> list[ListedGpu]:
+    """What a number in ``CUDA_VISIBLE_DEVICES`` counts: the driver's GPUs, else the usable ones."""
+    listed = _listed(machine, nvml)
+    return [g for g in listed if (not g.state if nvml.absent else g.index is not None)]
 
 
 def _listed(machine: Machine, nvml: NvmlReading) -> list[ListedGpu]:

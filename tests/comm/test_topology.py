@@ -85,6 +85,30 @@ def test_ranks_that_alternate_between_switches_have_no_islands():
     assert topology.select([0, 1, 4]).islands() == ()
 
 
+def test_what_a_driver_tells_counts_more_than_the_tree_and_moves_with_the_ranks():
+    labels = BOXES["wrx90-two-switches"]["nvml_labels"]
+    topology = Topology.from_box(BOXES["dual-turin-direct"])
+    told = tuple(
+        tuple("?" if (i, j) == (0, 7) else x for j, x in enumerate(row))
+        for i, row in enumerate(labels)
+    )
+    told = dataclasses.replace(topology, told=told)
+    assert (told.common(0, 1), told.derived(0, 1)) == ("PIX", "PHB")
+    assert (told.common(0, 7), told.common(7, 0)) == ("SYS", "NODE")
+    order = [7, 0, 4, 1]
+    assert told.select(order).labels() == tuple(
+        tuple(told.common(i, j) for j in order) for i in order
+    )
+    assert Topology.from_json(told.to_json()) == told
+
+
+@pytest.mark.parametrize("told", [(("X",),), (("X", "PIX", "PIX"),) * 2, (("X", "NV1"),) * 2])
+def test_labels_that_fit_no_ranks_are_refused(told):
+    pair = Topology.from_box(BOXES["wrx90-two-switches"]).select([0, 1])
+    with pytest.raises(ValueError, match="told must be a square of 2|a label must be one of"):
+        dataclasses.replace(pair, told=told)
+
+
 def test_islands_are_strictly_nearer():
     near = [[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]]
     assert equal_islands(near) == ()

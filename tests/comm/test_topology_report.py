@@ -276,6 +276,19 @@ def test_a_container_with_two_of_eight_gpus(tmp_path, library, describe):
     assert "2 of them ranks" in render(report) and "not shown by the driver" in render(report)
 
 
+def test_labels_and_states_follow_the_chosen_order(tmp_path, library, describe):
+    box = BOXES["asus-esc8000a-broadcom"]
+    addresses = {rank: f"0000:{rank + 1:02x}:00.0" for rank in range(8)}
+    describe(*nvml_lines(box, addresses), "p2p 1 5 0 4")
+    chosen = [5, 0, 1, 4]
+    report = report_of(tmp_path, read_nvml(library), devices=",".join(map(str, chosen)))
+    assert [list(row) for row in report.topology.labels()] == [
+        [box["nvml_labels"][i][j] for j in chosen] for i in chosen
+    ]
+    (refused,) = [f for f in report.findings if f.kind == "p2p_refused"]
+    assert refused.where == ("0-1",)
+
+
 def test_mig_devices_are_named_and_left_out(tmp_path, library, describe):
     box = BOXES["wrx90-two-switches"]
     addresses = write_box(tmp_path, box)
@@ -433,6 +446,19 @@ def test_redirection_away_from_the_ranks_is_no_finding(tmp_path):
     write_box(tmp_path, BOXES["wrx90-two-switches"], downstream_acs=ACS_ON)
     report = report_of(tmp_path, devices="0,4")
     assert report.topology.num_ranks == 2 and "acs_redirect" not in kinds(report)
+
+
+@pytest.mark.parametrize(
+    "devices, where", [("0,1", ()), ("0,2", ("0000:22:00.0", "0000:22:04.0")), ("0,4", ())]
+)
+def test_redirection_counts_below_the_place_where_ways_meet(tmp_path, devices, where):
+    """Ports of the root switch: what GPUs of one leaf, or of two roots, send turns elsewhere."""
+    write_box(tmp_path, BOXES["wrx90-root-and-leaves"])
+    for port in ("0000:22:00.0", "0000:22:04.0"):
+        config = tmp_path / "sys/bus/pci/devices" / port / "config"
+        config.write_bytes(config_space("downstream", ACS_ON))
+    found = [f for f in report_of(tmp_path, devices=devices).findings if f.kind == "acs_redirect"]
+    assert [f.where for f in found] == ([where] if where else [])
 
 
 def test_capabilities_are_found_in_the_registers():
@@ -815,6 +841,30 @@ def test_the_environment_does_not_choose_in_a_recorded_tree(tmp_path, capsys, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     _, out, _ = run(capsys, "--json", "--sysfs", tmp_path / "sys")
     assert len(json.loads(out)["topology"]["gpus"]) == 8
+
+
+@pytest.mark.parametrize(
+    "value, ranks, warning",
+    [
+        ("1", [1], ""),
+        ("GPU-1a2b0001,0", [1, 0], ""),
+        ("", [], ""),
+        ("GPU-ffff", [0, 1], "none of the 2 GPUs has this name"),
+        ("MIG-1234", [0, 1], "MIG devices cannot reach each other"),
+    ],
+)
+def test_the_environment_chooses_on_a_live_machine(
+    capsys, monkeypatch, library, describe, value, ranks, warning
+):
+    """With a driver of two GPUs; what names nothing is warned of, and does not hide the machine."""
+    describe(
+        *(f"gpu {gpu_uuid(k)} 00000000:0{k + 1}:00.0 5 16 5 16 5 0 0 {GPU_NAME}" for k in (0, 1))
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    code, out, err = run(capsys, "--json", "--nvml", library)
+    assert code == 0
+    assert [g["index"] for g in json.loads(out)["topology"]["gpus"]] == ranks
+    assert (warning in err and "CUDA_VISIBLE_DEVICES ignored" in err) if warning else err == ""
 
 
 def test_measurements_from_a_file(tmp_path, capsys):
