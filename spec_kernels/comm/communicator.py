@@ -244,11 +244,14 @@ class Communicator:
         return [json.loads(bytes(row.tolist())) for row in self._gather(padded)]
 
     def abort(self, reason: str) -> None:
-        """Makes every rank's present or next call raise with ``reason``."""
+        """Makes every rank's present or next call raise with ``reason``, on devices as well."""
         if self._segment is not None:
             self._segment.abort(self.rank, reason)
         if self._gloo is not None:
             self._gloo.abort(reason)
+        devices, self._devices = self._devices, None
+        if devices is not None:
+            devices.leave()
 
     def close(self) -> None:
         """Leaves the group; peers that still wait for this rank raise. May be called twice.
@@ -279,9 +282,6 @@ class Communicator:
     def __exit__(self, kind, error, trace) -> None:
         if error is not None:
             self.abort(f"{kind.__name__}: {error}")
-            if self._devices is not None:
-                self._devices.leave()
-                self._devices = None
         self.close()
 
     def _agree(self, settings: Mapping[str, object]) -> None:

@@ -14,13 +14,14 @@ import contextlib
 import ctypes
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that opening takes
 _HOST_FLAGS = 1 | 2  # CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _NOT_INITIALIZED, _ALREADY_ENABLED = 3, 704
 
@@ -62,6 +63,10 @@ _CALLS = {
     "cuMemAlloc_v2": [_out(_address), _size],
     "cuMemFree_v2": [_address],
     "cuMemsetD8_v2": [_address, ctypes.c_ubyte, _size],
+    "cuMemsetD32Async": [_address, _unsigned, _size, ctypes.c_void_p],
+    "cuStreamCreate": [_out(ctypes.c_void_p), _unsigned],
+    "cuStreamSynchronize": [ctypes.c_void_p],
+    "cuStreamDestroy_v2": [ctypes.c_void_p],
     "cuMemcpyHtoD_v2": [_address, ctypes.c_void_p, _size],
     "cuMemcpyDtoH_v2": [ctypes.c_void_p, _address, _size],
     "cuIpcGetMemHandle": [_out(_Handle), _address],
@@ -259,6 +264,16 @@ class Device:
 
     def synchronize(self) -> None:
         self._call("cuCtxSynchronize")
+
+    def store_words(self, words: Mapping[int, int]) -> None:
+        """Sets 32-bit words by address, past whatever runs on this device or waits to run."""
+        stream = self._ask("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
+        try:
+            for address, word in words.items():
+                self._call("cuMemsetD32Async", address, word, 1, stream)
+            self._call("cuStreamSynchronize", stream)
+        finally:
+            self._call("cuStreamDestroy_v2", stream)
 
     def export(self, address: int) -> bytes:
         """A handle through which other processes open the allocation that starts at ``address``."""

@@ -45,6 +45,7 @@ class Entry(ctypes.Structure):
 
 VERSION = 1
 STATUS_BYTES = 36
+ABORT_OFFSET = 384  # of Control's word `abort` in a slab
 
 
 class Attach(ctypes.Structure):
@@ -521,10 +522,22 @@ class DeviceGroup:
             for group in self._together:
                 group._free()
 
+    def abort(self) -> None:
+        """Ends every rank's present and later calls, as if this rank had waited too long.
+
+        From the host, past kernels that still wait: they look at their slab's abort word.
+        """
+        if self._attached:
+            self._device.store_words({slab + ABORT_OFFSET: self.rank for slab in self._slabs})
+
     def leave(self) -> None:
-        """Leaves alone, after a failure: peers are not waited for, and the slab stays allocated."""
+        """Aborts and leaves alone: peers are not waited for, and the slab stays allocated."""
         if not self._leaving:
-            self._end()
+            problems: list[str] = []
+            _attempt(problems, self.abort)
+            problems += self._end()
+            if problems:
+                raise RuntimeError("DeviceGroup: leaving: " + "; ".join(problems))
 
     def _release(self) -> Steps[None]:
         problems = self._end()

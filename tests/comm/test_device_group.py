@@ -2,13 +2,23 @@
 a driver that can be told to fail.
 """
 
+import ctypes
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import time
+
 import pytest
 import torch
 from cuda_on_host import emulated, fake_driver, host_build
+from torch import distributed
 
+from spec_kernels.comm import Communicator, device_group
 from spec_kernels.comm.communicator import shared_memory_reason
 from spec_kernels.comm.device_group import DeviceGroup
-from spec_kernels.comm.launch import launch
+from spec_kernels.comm.launch import RankGroup, launch
 from spec_kernels.comm.selection import Entry as Choice
 from spec_kernels.comm.selection import Selection
 from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
@@ -54,10 +64,47 @@ def test_ranks_in_processes_sum_on_their_devices(world_size, platform, fake):
                 parts = list(revealing(num, torch.bfloat16, num)[:world_size])
                 got = group.all_reduce(parts[comm.rank])
                 assert torch.equal(got, ordered_sum(parts)), num
+            row = group.all_gather(torch.tensor([comm.rank, 7]))
+            assert row.tolist() == [[r, 7] for r in range(world_size)]
+            word = torch.tensor([comm.rank])
+            assert group.broadcast(word, src=world_size - 1).item() == world_size - 1
+            group.barrier()
             group.check()
+        with pytest.raises(RuntimeError, match="expected an open one, got one that was closed"):
+            group.all_reduce(torch.ones(1))
+        group.close()
         return fake.held(), fake.violations()
 
     assert run(worker, world_size) == [(0, 0)] * world_size
+
+
+MIRRORED = """
+#include <cstdio>
+#include "pcie_allreduce/slab.h"
+using namespace spec_kernels::slab;
+int main() {
+  std::printf("%d %d %zu %zu", kVersion, kMaxRanks, sizeof(Attach), sizeof(Entry));
+  std::printf(" %zu %zu %d", sizeof(Status), offsetof(Control, abort), kMaxEntries);
+#define AT(field) std::printf(" %zu", offsetof(Attach, field));
+  FIELDS
+}
+"""
+
+
+def test_structures_are_those_of_the_header(tmp_path):
+    fields = [name for name, _ in device_group.Attach._fields_]
+    source, program = tmp_path / "mirrored.cpp", tmp_path / "mirrored"
+    source.write_text(MIRRORED.replace("FIELDS", "".join(f"AT({name}) " for name in fields)))
+    command = [host_build.compiler(), "-std=c++17", f"-I{host_build.ROOT / 'csrc'}"]
+    done = host_build.run_compiler([*command, str(source), "-o", str(program)])
+    assert done.returncode == 0, done.stderr
+    told = list(map(int, subprocess.run([program], capture_output=True, text=True).stdout.split()))
+    assert told[:7] == [
+        device_group.VERSION, device_group.MAX_RANKS, ctypes.sizeof(device_group.Attach),
+        ctypes.sizeof(device_group.Entry), device_group.STATUS_BYTES, device_group.ABORT_OFFSET,
+        device_group.MAX_ENTRIES,
+    ]  # fmt: skip
+    assert told[7:] == [getattr(device_group.Attach, name).offset for name in fields]
 
 
 # What devices fail at, and what the ranks are told
@@ -220,3 +267,296 @@ def test_peer_access_that_is_claimed_but_loses_data_is_found(kind, stores, loads
     (text,) = set(errors)
     assert text.count("stores to") == 1 and "stores to rank 0" in text
     assert "rank 0 (GPU-00010203-0405-0607-0809-0a0b0c0d0e0f, 0000:c1:00.0) loads" not in text
+
+
+# Calls
+
+
+def choices(world_size):
+    """Every exact algorithm, by size; the islands are pairs."""
+    if world_size % 2 or world_size == 2:
+        return Selection((Choice(1 << 12, "one_shot", 2), Choice(1 << 20, "two_shot", 3)))
+    names = ("one_shot", "two_shot", "hierarchical", "hierarchical_pull")
+    sizes = (1 << 10, 1 << 11, 1 << 12, 1 << 20)
+    return Selection(tuple(Choice(s, n, 2) for s, n in zip(sizes, names, strict=True)), 2)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_hundreds_of_calls_of_every_algorithm(world_size, platform):
+    """Random sizes, dtypes and algorithms, by table and by name, in place and not, never joined."""
+
+    def worker(comm):
+        selection = choices(world_size)
+        names = ["auto", *(e.algorithm for e in selection.entries)]
+        with DeviceGroup(comm, comm.rank, platform=platform, selection=selection, **SMALL) as group:
+            for k in range(150):
+                rng = random.Random(k)
+                num = int(rng.choice((1, 40, 500, 2000)) * rng.random()) + 1
+                dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16))
+                parts = list(revealing(num, dtype, k)[:world_size])
+                x = parts[comm.rank].clone()
+                out = x if rng.random() < 0.3 else None
+                got = group.all_reduce(x, out, algorithm=rng.choice(names))
+                assert torch.equal(got, ordered_sum(parts)), (k, num, dtype)
+        return True
+
+    assert run(worker, world_size) == [True] * world_size
+
+
+def test_two_groups_interleaved(platform):
+    """Of one communicator and of two; each keeps its own epochs and slabs."""
+    other = Communicator.create_group(2)
+
+    def worker(comm):
+        with other.bind(comm.rank) as second:
+            options = [dict(one_shot_bytes=4096), dict(two_shot_bytes=4096), {}]
+            comms = [comm, comm, second]
+            groups = [
+                DeviceGroup(c, comm.rank, platform=platform, **SMALL | o)
+                for c, o in zip(comms, options, strict=True)
+            ]
+            for k in range(40):
+                which = random.Random(k).randrange(3)
+                got = groups[which].all_reduce(torch.full((100 + k,), 0.0 + k + comm.rank))
+                assert got.eq(2 * k + 1).all(), (k, which)
+            for group in groups:
+                group.close()
+
+    run(worker, 2)
+
+
+def test_ranks_that_come_and_call_late(platform):
+    def worker(comm):
+        time.sleep(0.05 * (comm.world_size - comm.rank))
+        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL) as group:
+            for k in range(6):
+                if k % 3 == comm.rank:
+                    time.sleep(0.05)
+                assert group.all_reduce(torch.ones(700)).eq(3).all()
+
+    run(worker, 3)
+
+
+def test_a_communicator_gives_its_device_tensors_to_the_group(platform, machine, monkeypatch):
+    """Here every tensor is on the host, so the dtype stands for the device."""
+    monkeypatch.setattr(DeviceGroup, "takes", lambda self, x: x.dtype == torch.bfloat16)
+
+    def worker(comm):
+        group = comm.attach_device(comm.rank, platform=platform, **SMALL)
+        before = machine.num_launches()
+        assert comm.all_reduce(torch.ones(9)).eq(2).all()
+        assert comm.all_gather(torch.ones(1)).numel() == 2
+        assert machine.num_launches() == before
+        x = torch.ones(9, dtype=torch.bfloat16)
+        assert comm.all_reduce(x, algorithm="two_shot").eq(2).all()
+        assert comm.all_gather(x).shape == (2, 9) and comm.broadcast(x, 1) is x
+        assert machine.num_launches() == before + 3
+        with pytest.raises(ValueError, match="attach_device: expected none yet"):
+            comm.attach_device(comm.rank, platform=platform)
+        comm.close()
+        with pytest.raises(RuntimeError, match="one that was closed"):
+            group.all_reduce(x)
+
+    run(worker, 2)
+
+
+def test_messages_beyond_the_selection_need_a_fallback(platform):
+    def worker(comm):
+        selection = Selection((Choice(400, "one_shot", 1),))
+        with DeviceGroup(comm, comm.rank, platform=platform, selection=selection, **SMALL) as group:
+            assert group.all_reduce(torch.ones(100)).eq(2).all()
+            with pytest.raises(ValueError) as caught:
+                group.all_reduce(torch.ones(101))
+            assert group.all_reduce(torch.ones(101), algorithm="two_shot").eq(2).all()
+        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL) as group:
+            assert group.all_reduce(torch.ones(9000)).eq(2).all()
+        return str(caught.value)
+
+    (text,) = set(run(worker, 2))
+    assert text.startswith("pcie_allreduce: input: expected at most 400 bytes")
+    assert "fallback=" in text and "got 404 bytes" in text
+
+
+def gloo(comm, path):
+    """A process group of the same ranks."""
+    store = distributed.FileStore(str(path), comm.world_size)
+    distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.world_size)
+    return distributed.group.WORLD
+
+
+def test_a_fallback_takes_longer_messages(platform, machine, tmp_path):
+    def worker(comm):
+        fallback = gloo(comm, tmp_path / "store")
+        options = dict(selection=Selection((Choice(400, "one_shot", 1),)), fallback=fallback)
+        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL, **options) as group:
+            before = machine.num_launches()
+            x = torch.full((101,), 1.0 + comm.rank)
+            assert group.all_reduce(x).eq(3).all() and x.eq(1 + comm.rank).all()
+            assert machine.num_launches() == before
+            assert group.all_reduce(x[:100]).eq(3).all()
+            assert machine.num_launches() == before + 1
+        distributed.destroy_process_group()
+
+    run(worker, 2)
+
+
+def test_several_machines(platform, tmp_path, monkeypatch, fake):
+    """An error without a fallback, and all of the fallback's with one."""
+
+    def worker(comm):
+        monkeypatch.setattr(device_group, "_machine", lambda: f"machine {comm.rank}")
+        with pytest.raises(RuntimeError, match="ranks on one machine, or fallback=.*2 machines"):
+            DeviceGroup(comm, 0, platform=platform, **SMALL)
+        fallback = gloo(comm, tmp_path / "store")
+        with DeviceGroup(comm, 0, platform=platform, fallback=fallback, **SMALL) as group:
+            assert group.all_reduce(torch.ones(5)).eq(2).all()
+            assert group.all_gather(torch.tensor([[comm.rank]])).tolist() == [[[0]], [[1]]]
+            assert group.broadcast(torch.tensor([comm.rank]), 1).item() == 1
+            group.barrier()
+            group.check()
+        distributed.destroy_process_group()
+        return fake.held()
+
+    assert run(worker, 2) == [0, 0]
+
+
+def test_case_40_a_second_stream_is_refused(platform, machine):
+    def worker(comm):
+        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL) as group:
+            x = torch.ones(3)
+            group.all_reduce(x)
+            other = machine.create_stream(0)
+            with machine.on_stream(other), pytest.raises(ValueError, match="stream"):
+                group.all_reduce(x)
+            group.use_stream(other)
+            with machine.on_stream(other):
+                y = group.all_reduce(x)
+            machine.synchronize()
+            assert y.eq(2).all()
+
+    run(worker, 2)
+
+
+# Ranks that fail
+
+
+def survivors(fn, world_size, lost):
+    """Errors of the ranks that ``fn(comm)`` leaves, when rank ``lost`` is gone for good."""
+    with RankGroup(fn, world_size) as ranks:
+        outcomes = ranks.wait(TIMEOUT, stop_on_failure=False)
+    assert outcomes[lost].error is not None
+    return [o for rank, o in enumerate(outcomes) if rank != lost]
+
+
+PATIENCE_MS = 60_000  # while all ranks are well, however busy this machine is
+GIVE_UP_MS = 1500  # once a rank is known to be gone
+
+
+def waiting(group, milliseconds):
+    """How long calls from here on wait."""
+    group.settings = dataclasses.replace(group.settings, timeout_ms=milliseconds)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "hierarchical"])
+def test_case_36_a_rank_that_is_killed_is_named_by_all(algorithm, platform):
+    def worker(comm):
+        options = dict(selection=choices(4), timeout_ms=PATIENCE_MS)
+        group = DeviceGroup(comm, comm.rank, platform=platform, **SMALL, **options)
+        for k in range(8):
+            if comm.rank == 2 and k == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            waiting(group, PATIENCE_MS if k < 5 else GIVE_UP_MS)
+            x = torch.ones(600)
+            try:
+                out = group.all_reduce(x, algorithm=algorithm)
+                group.check()
+            except RuntimeError as error:
+                assert k >= 5 and out.isnan().all()
+                with pytest.raises(RuntimeError) as again:
+                    group.all_reduce(x, algorithm=algorithm)
+                return str(error), str(again.value)
+            assert k < 5 and out.eq(4).all(), k
+        return None
+
+    texts = [o.value for o in survivors(worker, 4, 2)]
+    assert all(texts), texts
+    # Whoever waits for the dead rank itself says so; the others say who told them.
+    assert any("rank 2 did not arrive (epoch 5, phase " in first for first, _ in texts), texts
+    for first, again in texts:
+        assert first.startswith("DeviceGroup.check: rank ") and again.startswith("pcie_allreduce: ")
+        assert "did not arrive" in first or "gave up" in first
+        assert first.split(": ", 1)[1] == again.split(": ", 1)[1], "the first error stays the error"
+
+
+def test_case_36_a_rank_that_was_stopped_learns_of_it_when_it_goes_on(platform):
+    def worker(comm):
+        pids = comm.exchange(os.getpid())
+        group = DeviceGroup(comm, comm.rank, platform=platform, timeout_ms=PATIENCE_MS, **SMALL)
+        group.all_reduce(torch.ones(5))
+        waiting(group, GIVE_UP_MS)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        out = group.all_reduce(torch.ones(5))
+        os.kill(pids[1], signal.SIGCONT)
+        with pytest.raises(RuntimeError) as caught:
+            group.check()
+        assert out.isnan().all()
+        comm.barrier()
+        group.close()
+        return str(caught.value)
+
+    zero, one, two = run(worker, 3)
+    assert "gave up" in one
+    assert any("rank 1 did not arrive (epoch 1, phase push" in text for text in (zero, two))
+
+
+def test_a_rank_that_fails_ends_the_waiting_of_the_others(platform, fake):
+    """At once, and not when the kernels' time is up."""
+
+    def worker(comm):
+        options = dict(platform=platform, timeout_ms=PATIENCE_MS, **SMALL)
+        if comm.rank == 0:
+            with pytest.raises(KeyError), DeviceGroup(comm, comm.rank, **options):
+                raise KeyError("something else")
+            comm.exchange(None)
+            return None
+        group = DeviceGroup(comm, comm.rank, **options)
+        group.all_reduce(torch.ones(5))
+        with pytest.raises(RuntimeError, match="rank 0 gave up") as caught:
+            group.check()
+        comm.exchange(None)
+        group.leave()
+        return str(caught.value)
+
+    assert all(run(worker, 3)[1:])
+
+
+def test_an_abort_of_the_communicator_reaches_its_devices(platform):
+    def worker(comm):
+        group = comm.attach_device(comm.rank, platform=platform, timeout_ms=PATIENCE_MS, **SMALL)
+        if comm.rank == 0:
+            comm.abort("of its own accord")
+            with pytest.raises(RuntimeError, match="one that was closed"):
+                group.all_reduce(torch.ones(5))
+            return
+        group.all_reduce(torch.ones(5))
+        with pytest.raises(RuntimeError, match="rank 0 gave up"):
+            group.check()
+        with pytest.raises(RuntimeError, match="aborted by rank 0: of its own accord"):
+            comm.close()
+
+    run(worker, 2)
+
+
+def test_a_slab_is_not_freed_under_a_rank_that_did_not_say_goodbye(platform, fake):
+    def worker(comm):
+        group = DeviceGroup(comm, comm.rank, platform=platform, timeout_ms=200, **SMALL)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            group.close()
+        group.close()
+        return fake.held()
+
+    (zero,) = survivors(worker, 2, 1)
+    assert zero.value == 3  # the slab, the record, the context

@@ -104,7 +104,7 @@ struct Failure {
 
 struct State {
   std::mutex mutex;
-  int num_devices = 8, rotate = 0, initialized_by = 0, num_violations = 0;
+  int num_devices = 8, rotate = 0, initialized_by = 0, num_violations = 0, num_streams = 0;
   uint64_t serial = 0;
   int contexts[kMaxDevices] = {};
   Link links[kMaxDevices][kMaxDevices] = {};
@@ -198,11 +198,12 @@ EXPORT void fake_fail(const char* call, int status, int after) {
 EXPORT void fake_link(int from, int to, int link) {
   state().links[from][to] = static_cast<Link>(link);
 }
-// Allocations, open handles, pieces of host memory and contexts that this process holds.
+// Allocations, open handles, host memory, streams and contexts that this process holds.
 EXPORT int fake_held() {
   LOCK;
   const State& s = state();
   int held = static_cast<int>(s.allocations.size() + s.imports.size() + s.host.size());
+  held += s.num_streams;
   for (const int references : s.contexts) held += references;
   return held;
 }
@@ -364,6 +365,32 @@ EXPORT int cuMemsetD8_v2(uint64_t address, unsigned char byte, size_t bytes) {
   REQUIRE(usable("cuMemsetD8_v2"));
   if (!inside(address, bytes)) return kInvalidValue;
   std::memset(reinterpret_cast<void*>(address), byte, bytes);
+  return kSuccess;
+}
+// Streams of the driver's: what is asked for is done at once.
+EXPORT int cuStreamCreate(void** stream, unsigned) {
+  LOCK;
+  REQUIRE(usable("cuStreamCreate"));
+  ++state().num_streams;
+  *stream = &state().num_streams;
+  return kSuccess;
+}
+EXPORT int cuStreamSynchronize(void*) {
+  LOCK;
+  return usable("cuStreamSynchronize");
+}
+EXPORT int cuStreamDestroy_v2(void*) {
+  LOCK;
+  REQUIRE(usable("cuStreamDestroy_v2"));
+  --state().num_streams;
+  return kSuccess;
+}
+EXPORT int cuMemsetD32Async(uint64_t address, unsigned word, size_t count, void*) {
+  LOCK;
+  REQUIRE(usable("cuMemsetD32Async"));
+  if (address % 4 != 0 || !inside(address, 4 * count)) return kInvalidValue;
+  for (size_t i = 0; i < count; ++i)
+    __atomic_store_n(reinterpret_cast<unsigned*>(address) + i, word, __ATOMIC_RELAXED);
   return kSuccess;
 }
 EXPORT int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
