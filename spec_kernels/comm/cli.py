@@ -252,9 +252,9 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _tune_here(args: argparse.Namespace) -> int:
-    from spec_kernels.comm.gpu_timing import tune_on_gpus
+    from spec_kernels.comm.gpu_timing import gpus_here, tune_on_gpus
 
-    report = _gpus_here()
+    report = gpus_here()
     if isinstance(report, str):
         raise _CannotRun(f"{report}; --box NAME or --measurements FILE predicts")
     selection = tune_on_gpus(report, args.ranks, refresh=args.refresh)
@@ -263,23 +263,6 @@ def _tune_here(args: argparse.Namespace) -> int:
     else:
         print("\n".join(selection.lines()))
     return 0
-
-
-def _gpus_here():
-    """This machine's report, or why nothing can be timed on its GPUs."""
-    from spec_kernels import _library
-    from spec_kernels.comm.nvml import read_nvml
-    from spec_kernels.comm.report import make_report
-    from spec_kernels.comm.sysfs import read_machine
-
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    report = make_report(read_machine("/sys"), read_nvml(), devices, None, "/sys")
-    count = report.topology.num_ranks
-    if count < 2:
-        return f"{'one GPU' if count else 'no GPU'} here, and sums take two"
-    if not _library.LIBRARIES["cuda"].loaded:
-        return f"{count} GPUs here, but _C_cuda: {_library.LIBRARIES['cuda'].reason}"
-    return report
 
 
 def bench_allreduce(args: argparse.Namespace) -> int:
@@ -311,10 +294,10 @@ def _bench_allreduce(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, tokens):
     """(title, rows) of this machine."""
     from spec_kernels.comm.bench import measured_on_cpu
-    from spec_kernels.comm.gpu_timing import measured_on_gpus
+    from spec_kernels.comm.gpu_timing import gpus_here, measured_on_gpus
     from spec_kernels.comm.policy import num_cores
 
-    report = "--cpu" if args.cpu else _gpus_here()
+    report = "--cpu" if args.cpu else gpus_here()
     if not isinstance(report, str):
         rows = measured_on_gpus(report, [2 * args.hidden * n for n in tokens], args.ranks)
         return f"{rows[0].num_ranks} GPUs of this machine, {report.nvml.gpus[0].name}", rows

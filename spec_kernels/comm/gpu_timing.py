@@ -6,20 +6,24 @@ itself is tested on the emulated machine; none of it has run on a GPU.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 
 import torch
 
+from spec_kernels import _library
 from spec_kernels.comm.bench import Row, contribution, percentiles, rank_store
 from spec_kernels.comm.device_group import DeviceGroup, Platform
 from spec_kernels.comm.islands import islands_from
 from spec_kernels.comm.launch import launch
-from spec_kernels.comm.report import Report
+from spec_kernels.comm.nvml import read_nvml
+from spec_kernels.comm.report import Report, make_report
 from spec_kernels.comm.schedules import algorithms_for
 from spec_kernels.comm.selection import DEFAULT_BLOCKS, Entry, Selection
+from spec_kernels.comm.sysfs import read_machine
 from spec_kernels.comm.topology import Topology
-from spec_kernels.comm.tuning import Key, tune_group
+from spec_kernels.comm.tuning import Key, load, tune_group
 from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
 from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
 
@@ -168,6 +172,28 @@ class NcclRival:
 
     def close(self) -> None:
         self._dist.destroy_process_group()
+
+
+def gpus_here() -> Report | str:
+    """This machine's report, or why no sums can be timed on its GPUs. Does not initialise CUDA."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    report = make_report(read_machine("/sys"), read_nvml(), devices, None, "/sys")
+    count = report.topology.num_ranks
+    if count < 2:
+        return f"{'one GPU' if count else 'no GPU'} here, and sums take two"
+    library = _library.LIBRARIES["cuda"]
+    return report if library.loaded else f"{count} GPUs here, but _C_cuda: {library.reason}"
+
+
+def kept_selection(num_ranks: int | None = None, **options) -> Selection | None:
+    """The table that ``spec-kernels tune`` kept for this machine's first GPUs, if there is one.
+
+    For ``DeviceGroup(selection=...)``; ``options`` as for ``tuning.load``.
+    """
+    report = gpus_here()
+    if isinstance(report, str):
+        return None
+    return load(key_of(report, group_topology(report, num_ranks)), **options)
 
 
 def group_topology(report: Report, num_ranks: int | None) -> Topology:

@@ -13,16 +13,19 @@ from spec_kernels.comm.communicator import shared_memory_reason
 from spec_kernels.comm.gpu_timing import (
     CudaTimer,
     GroupClock,
+    gpus_here,
     graph_times,
     group_topology,
+    kept_selection,
     key_of,
     measured_on_gpus,
     tune_on_gpus,
 )
 from spec_kernels.comm.launch import RankError, launch
 from spec_kernels.comm.schedules import algorithms_for
+from spec_kernels.comm.selection import Entry, Selection
 from spec_kernels.comm.topology import Gpu, Topology, Vertex
-from spec_kernels.comm.tuning import load
+from spec_kernels.comm.tuning import load, store
 
 REASON = host_build.missing() or shared_memory_reason()
 needs_emulator = pytest.mark.skipif(REASON is not None, reason=f"no emulated ranks: {REASON}")
@@ -167,6 +170,27 @@ def test_the_key_names_devices_places_and_driver():
 def test_ranks_that_are_not_there(num_ranks):
     with pytest.raises(ValueError, match="expected 2 to 4 GPUs of this machine"):
         group_topology(report_of(["a", "b", "c", "d"]), num_ranks)
+
+
+def test_this_machine_is_read():
+    """Wherever this runs: a report, or a reason of one line."""
+    found = gpus_here()
+    assert "\n" not in found if isinstance(found, str) else found.topology.num_ranks >= 2
+
+
+def test_the_kept_table(tmp_path, monkeypatch):
+    report = report_of(["GPU-a", "GPU-b", "GPU-c", "GPU-d"])
+    monkeypatch.setattr(gpu_timing, "gpus_here", lambda: report)
+    for num_ranks in (None, 2):
+        assert kept_selection(num_ranks, directory=tmp_path) is None
+        topology = group_topology(report, num_ranks)
+        key = key_of(report, topology)
+        entries = (Entry(64 * topology.num_ranks, "one_shot", 1),)
+        table = Selection(entries, key.island_size, "measured")
+        store(key, table, tmp_path)
+        assert kept_selection(num_ranks, directory=tmp_path) == table
+    monkeypatch.setattr(gpu_timing, "gpus_here", lambda: "no GPU here")
+    assert kept_selection(directory=tmp_path) is None
 
 
 # Inside a graph.

@@ -6,7 +6,6 @@ import pytest
 
 from spec_kernels.cli import main
 from spec_kernels.comm import bench, gpu_timing
-from spec_kernels.comm import cli as comm_cli
 from spec_kernels.comm.bench import Row
 from spec_kernels.comm.p2p import GpuId, LinkMeasurements
 from spec_kernels.comm.selection import Entry, Selection
@@ -19,7 +18,7 @@ TABLE = Selection((Entry(1 << 20, "two_shot", 16),), 2, "measured")
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Exit code, stdout and stderr of a command on a machine without GPUs."""
-    monkeypatch.setattr(comm_cli, "_gpus_here", lambda: "no GPU here, and sums take two")
+    monkeypatch.setattr(gpu_timing, "gpus_here", lambda: "no GPU here, and sums take two")
 
     def call(*argv):
         code = main([str(a) for a in argv])
@@ -134,18 +133,12 @@ def test_tune_on_gpus(run, monkeypatch):
         asked.append((report, num_ranks, refresh))
         return TABLE
 
-    monkeypatch.setattr(comm_cli, "_gpus_here", lambda: ("report",))
+    monkeypatch.setattr(gpu_timing, "gpus_here", lambda: ("report",))
     monkeypatch.setattr(gpu_timing, "tune_on_gpus", tuned)
     code, text, _ = run("tune", "--ranks", 4, "--refresh")
     assert code == 0 and "two_shot, 16 blocks" in text and "measured" in text
     assert json.loads(run("tune", "--json")[1]) == TABLE.as_dict()
     assert asked == [(("report",), 4, True), (("report",), None, False)]
-
-
-def test_this_machine_is_read(capsys):
-    """Wherever this runs: a report, or a reason of one line."""
-    found = comm_cli._gpus_here()
-    assert "\n" not in found if isinstance(found, str) else found.topology.num_ranks >= 2
 
 
 def test_bench_a_described_box(run):
@@ -183,7 +176,7 @@ def test_bench_gpus(run, monkeypatch):
             gpus = [type("Gpu", (), {"name": "A GPU"})]
 
     row = Row(14336, "two_shot", (9.0, 10.0, 11.0), 2, ("NCCL", 1.5), "bit-exact")
-    monkeypatch.setattr(comm_cli, "_gpus_here", lambda: Report)
+    monkeypatch.setattr(gpu_timing, "gpus_here", lambda: Report)
     monkeypatch.setattr(gpu_timing, "measured_on_gpus", lambda report, sizes, ranks: [row])
     code, text, _ = run("bench", "allreduce")
     assert code == 0 and text.startswith("2 GPUs of this machine, A GPU")
