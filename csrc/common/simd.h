@@ -112,10 +112,19 @@ SK_INLINE F32x16 load(const float* p) {
   return v;
 }
 
+SK_INLINE F32x16 from_bf16(U16x16 h) {
+#if defined(__AVX512F__)
+  // GCC widens by halves of half the width.
+  return (F32x16)((U32x16)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
+  return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
+#endif
+}
+
 SK_INLINE F32x16 load(const bf16* p) {
   U16x16 h;
   std::memcpy(&h, p, sizeof(h));
-  return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
+  return from_bf16(h);
 }
 
 // All ones where a value below 2^31 is less than `limit`; cheaper than a comparison (see above).
@@ -180,8 +189,7 @@ inline __attribute__((always_inline)) F32x16 load_partial(const float* p, int64_
 
 template <>
 inline __attribute__((always_inline)) F32x16 load_partial(const bf16* p, int64_t n) {
-  const U16x16 h = (U16x16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
-  return (F32x16)(__builtin_convertvector(h, U32x16) << 16);
+  return from_bf16((U16x16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
 }
 #endif
 
@@ -196,10 +204,17 @@ SK_INLINE void store(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
 // Round to nearest even; a NaN stays a (quiet) NaN.
 SK_INLINE U16x16 to_bf16(F32x16 v) {
   const U32x16 bits = (U32x16)v;
-  const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const U32x16 quiet = (bits >> 16) | 0x40u;
+  const U32x16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+#if defined(__AVX512F__)
+  const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  const __m512i kept =
+      _mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)bits, _mm512_set1_epi32(0x400000));
+  return (U16x16)_mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+#else
+  const U32x16 quiet = bits | 0x400000u;
   const U32x16 is_number = (U32x16)equal(v, v);
-  return __builtin_convertvector((rounded & is_number) | (quiet & ~is_number), U16x16);
+  return __builtin_convertvector(((rounded & is_number) | (quiet & ~is_number)) >> 16, U16x16);
+#endif
 }
 
 SK_INLINE void store(bf16* p, F32x16 v) {
@@ -306,7 +321,30 @@ inline __attribute__((always_inline)) F32x16 round_to<float>(F32x16 v) {
 
 template <>
 inline __attribute__((always_inline)) F32x16 round_to<bf16>(F32x16 v) {
-  return (F32x16)(__builtin_convertvector(to_bf16(v), U32x16) << 16);
+  return from_bf16(to_bf16(v));
+}
+
+// What store() writes, for values that go to more than one place and are read again.
+template <class T>
+struct Packed;
+
+template <>
+struct Packed<float> {
+  F32x16 bits;
+  explicit Packed(F32x16 v) : bits(v) {}
+  F32x16 values() const { return bits; }
+};
+
+template <>
+struct Packed<bf16> {
+  U16x16 bits;
+  explicit Packed(F32x16 v) : bits(to_bf16(v)) {}
+  F32x16 values() const { return from_bf16(bits); }
+};
+
+template <class T>
+SK_INLINE void store(T* p, const Packed<T>& packed) {
+  std::memcpy(p, &packed.bits, sizeof(packed.bits));
 }
 
 // a * b + c. Contraction is off in these files, so this alone decides what is fused.

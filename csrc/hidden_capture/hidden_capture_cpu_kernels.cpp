@@ -12,13 +12,11 @@ void row(const T* x, T* residual, const T* weight, T* out, T* capture, int64_t h
   const int64_t rest = hidden - full;
   MeanSquare squares;
   for (int64_t i = 0; i < full; i += kLanes) {
-    F32x16 r = load(residual + i);
-    if (x) {
-      r = round_to<T>(r + load(x + i));
-      store(residual + i, r);
-    }
+    const F32x16 before = load(residual + i);
+    const Packed<T> r(x ? before + load(x + i) : before);
+    if (x) store(residual + i, r);
     if (capture) store(capture + i, r);
-    squares.add(r);
+    squares.add(r.values());
   }
   if (rest) {
     F32x16 r = load_partial(residual + full, rest);

@@ -12,8 +12,9 @@ namespace spec_kernels {
 namespace {
 
 std::unique_ptr<Segment> create(uint32_t world_size, uint64_t capacity, uint32_t spin_iterations,
-                                uint32_t num_workers, uint64_t block_bytes) {
-  return Segment::create(world_size, capacity, {spin_iterations, num_workers, block_bytes});
+                                uint32_t num_spare, uint32_t num_workers, uint64_t block_bytes) {
+  return Segment::create(world_size, capacity,
+                         {spin_iterations, num_spare, num_workers, block_bytes});
 }
 
 PYBIND11_MODULE(_host, m) {
@@ -39,7 +40,8 @@ PYBIND11_MODULE(_host, m) {
       m, "Segment", py::buffer_protocol(),
       "An anonymous shared segment of one group of ranks; a writable buffer of bytes.")
       .def_static("create", &create, py::kw_only(), py::arg("world_size"), py::arg("capacity"),
-                  py::arg("spin_iterations"), py::arg("num_workers"), py::arg("block_bytes"))
+                  py::arg("spin_iterations"), py::arg("num_spare"), py::arg("num_workers"),
+                  py::arg("block_bytes"))
       .def_static(
           "attach",
           [](int64_t pid, int64_t fd, const py::bytes& id) { return Segment::attach(pid, fd, id); },

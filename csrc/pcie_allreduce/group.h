@@ -70,6 +70,7 @@ struct CallInfo {
 // How ranks wait and share work; chosen once for the group (spec_kernels/comm/policy.py).
 struct Policy {
   uint32_t spin_iterations;  // polls with a pause in between, before the first sleep
+  uint32_t num_spare;        // polls only while no more ranks than this are missing
   uint32_t num_workers;      // ranks that share a large sum
   uint64_t block_bytes;      // what one of them takes at a time
 };
@@ -90,6 +91,8 @@ struct alignas(kLine) RankLine {
       base;        // where this rank mapped the segment: a copy of the bytes is not the segment
   uint32_t step;   // steps finished
   uint32_t calls;  // calls finished: the epoch in messages
+  uint32_t spins;  // polls that this rank grants its next wait
+  uint32_t missed_spins;  // waits that outlasted them
   CallInfo info[2];
 };
 
@@ -143,8 +146,9 @@ inline uint64_t header_digest(const Header& h) {
   };
   for (uint64_t x :
        {h.magic, uint64_t{h.version}, uint64_t{h.world_size}, h.capacity, h.total_bytes,
-        uint64_t{h.policy.spin_iterations}, uint64_t{h.policy.num_workers}, h.policy.block_bytes,
-        uint64_t{sizeof(Header)}, uint64_t{offsetof(Header, failure)}}) {
+        uint64_t{h.policy.spin_iterations}, uint64_t{h.policy.num_spare},
+        uint64_t{h.policy.num_workers}, h.policy.block_bytes, uint64_t{sizeof(Header)},
+        uint64_t{offsetof(Header, failure)}}) {
     mix(x);
   }
   for (uint8_t b : h.id) mix(b);

@@ -110,13 +110,18 @@ class Call {
 
   char* result() const { return data() + 2 * world_ * h_.capacity; }
 
-  // All ranks have written their slots once this returns.
+  // All ranks' data stand in their slots once this returns.
+  void meet(const char* mine, int64_t bytes) {
+    copy_bytes(slot(rank_), mine, bytes);
+    meet();
+  }
+
   void meet() {
     if (arrive()) {
       h_.progress.value.store(2 * step_ + 2, std::memory_order_relaxed);
       wake(h_.arrivals.value, INT_MAX);
     } else {
-      await(h_.arrivals.value, target(), "arrive");
+      await(h_.arrivals.value, target(), "arrive", num_missing());
     }
     check_calls();
   }
@@ -182,10 +187,10 @@ class Call {
       work();
     } else {
       line_.working.store(0, std::memory_order_relaxed);
-      await(h_.progress.value, opened, "arrive");
+      await(h_.progress.value, opened, "arrive", num_missing());
       if (h_.progress.value.load(std::memory_order_acquire) == opened) work();
     }
-    await(h_.progress.value, published, "reduce");
+    await(h_.progress.value, published, "reduce", world_ - 1);
     if (output) copy_bytes(output, result(), bytes);
   }
 
@@ -210,11 +215,33 @@ class Call {
     if (h_.sleepers.value.load()) group::futex_wake(word, num);
   }
 
-  void await(std::atomic<uint32_t>& word, uint32_t target, const char* phase) {
-    for (uint32_t i = 0; i < h_.policy.spin_iterations; ++i) {
-      if (group::reached(word.load(std::memory_order_acquire), target)) return;
+  // Polls while there is a core to spare for it, `num_busy` other ranks being at work. Where that
+  // is in vain (other programs have the cores, or the others compute for long) a rank grants itself
+  // less and less, and now and then tries anew.
+  bool poll(const std::atomic<uint32_t>& word, uint32_t target, uint32_t num_busy) {
+    constexpr uint32_t kFewest = 16, kTryAnew = 64;
+    const uint32_t most = h_.policy.spin_iterations;
+    if (most == 0 || num_busy > h_.policy.num_spare) return false;
+    const bool anew = line_.missed_spins % kTryAnew == 0;
+    const uint32_t spins = anew ? most : std::min(line_.spins, most);
+    for (uint32_t i = 0; i < spins; ++i) {
+      if (group::reached(word.load(std::memory_order_acquire), target)) {
+        line_.spins = std::max(line_.spins, 2 * i + kFewest);
+        return true;
+      }
       group::pause();
     }
+    line_.spins = std::max(spins / 2, kFewest);
+    ++line_.missed_spins;
+    return false;
+  }
+
+  uint32_t num_missing() const {
+    return target() - h_.arrivals.value.load(std::memory_order_relaxed);
+  }
+
+  void await(std::atomic<uint32_t>& word, uint32_t target, const char* phase, uint32_t num_busy) {
+    if (poll(word, target, num_busy)) return;
     const int64_t start = group::now_ns();
     for (int64_t waited = 0;;) {
       if (h_.failure.state.load()) group::throw_failure(h_, rank_, group::op_name(op_));
@@ -432,8 +459,7 @@ void pcie_all_gather(Tensor input, Tensor out, Tensor workspace, int64_t rank, i
   Call call(Op::kAllGather, header, rank, timeout_ms, call_info(Op::kAllGather, input));
   call.for_chunks(bytes, 1, [&](int64_t begin, int64_t num) {
     const char* mine = static_cast<const char*>(input.data_ptr()) + begin;
-    copy_bytes(call.slot(static_cast<uint32_t>(rank)), mine, num);
-    call.meet();
+    call.meet(mine, num);
     for (int64_t r = 0; r < world_size; ++r) {
       copy_bytes(static_cast<char*>(out.data_ptr()) + r * bytes + begin,
                  r == rank ? mine : call.slot(static_cast<uint32_t>(r)), num);

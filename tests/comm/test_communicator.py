@@ -23,6 +23,7 @@ POLICIES = {
     "spinning": Policy(spin_iterations=50, num_workers=8, block_bytes=1 << 20),
     "one worker": Policy(spin_iterations=0, num_workers=1, block_bytes=192),
     "blocks": Policy(spin_iterations=0, num_workers=4, block_bytes=192),
+    "one core to spare": Policy(spin_iterations=500, num_workers=2, block_bytes=4096, num_spare=1),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPACITY = 4096
@@ -647,4 +648,5 @@ def test_policy(world_size, cores):
     policy = choose_policy(world_size, cores)
     assert 1 <= policy.num_workers <= world_size
     assert policy.block_bytes >= 4096
-    assert (policy.spin_iterations > 0) == (world_size <= cores)
+    # One core: no rank ever takes it from another that is still at work.
+    assert policy.num_spare == min(cores, 8) - 1
