@@ -199,7 +199,8 @@ def iommu_state(machine: Machine) -> str:
     """``off``, ``translating``, ``passthrough``, ``mixed`` or ``unknown``, for the GPUs' groups."""
     groups = {d.iommu_group for d in machine.gpus if d.iommu_group is not None}
     if not groups:
-        return "unknown" if machine.iommu.units or not machine.gpus else "off"
+        told = machine.gpus and machine.iommu.shown and not machine.iommu.units
+        return "off" if told else "unknown"
     types = {machine.iommu.group_types.get(group, "") for group in groups}
     if types == {"identity"}:
         return "passthrough"
@@ -599,16 +600,18 @@ def _place_findings(report: Report) -> Iterator[Finding]:
             "driver's are used.",
         )
     if report.order != tuple(range(topology.num_ranks)):
-        names = [report.ranks[rank].uuid or report.ranks[rank].pci for rank in report.order]
-        short = short_names(names)
+        ranks = [report.ranks[rank] for rank in report.order]
+        named = all(g.uuid for g in ranks)
+        uuids = ",".join(short_names([g.uuid for g in ranks]))
         yield Finding(
             "rank_order",
             "problem",
             (),
             "In this order of ranks islands are not contiguous, which the hierarchical algorithms "
             "need.",
-            "number them in this order:",
-            f"export CUDA_VISIBLE_DEVICES={','.join(short)}",
+            "number them in this order"
+            + (":" if named else f": {', '.join(g.pci for g in ranks)}"),
+            f"export CUDA_VISIBLE_DEVICES={uuids}" if named else "",
         )
     kinds = {g.name for g in report.ranks}
     if len(kinds) > 1:

@@ -152,11 +152,13 @@ class Iommu:
         units: names under ``/sys/class/iommu``; empty if there is none, or it is off.
         group_types: default domain by group: ``DMA``, ``DMA-FQ``, ``identity``, ...; "" if unread.
         options: what the kernel's command line says of it, and of ACS.
+        shown: whether the folders that would tell of it are there: with none, "off" is a guess.
     """
 
     units: tuple[str, ...] = ()
     group_types: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    shown: bool = False
 
 
 @dataclass(frozen=True)
@@ -404,7 +406,9 @@ class _Reader:
             group: _text(self.sysfs / "kernel/iommu_groups" / group / "type") or ""
             for group in groups
         }
-        return Iommu(tuple(_names(self.sysfs / "class/iommu")), types, tuple(telling))
+        places = self.sysfs / "class/iommu", self.sysfs / "kernel/iommu_groups"
+        shown = any(os.path.isdir(place) for place in places)
+        return Iommu(tuple(_names(places[0])), types, tuple(telling), shown)
 
     def hypervisor(self) -> bool | None:
         cpuinfo = _text(self.proc / "cpuinfo")
@@ -484,6 +488,6 @@ def read_machine(sysfs: str | Path = "/sys") -> Machine:
         driver=version,
         registry=registry,
         cards=reader.cards(),
-        has_pci=reader.folder.is_dir(),
+        has_pci=os.path.isdir(reader.folder),
         unread=tuple(f"{name} ({count})" for name, count in sorted(reader.unread.items())),
     )

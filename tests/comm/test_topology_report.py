@@ -165,6 +165,17 @@ def test_the_examples_of_the_docs_are_such_pictures():
     assert len(blocks) >= 2 and all(block in picture for block in blocks[:2])
 
 
+def test_an_order_of_gpus_without_uuids_is_told_by_address(tmp_path):
+    """Which CUDA does not take in CUDA_VISIBLE_DEVICES, so there is no line to copy."""
+    addresses = write_box(tmp_path, BOXES["wrx90-two-switches"])
+    shutil.rmtree(tmp_path / "proc/driver")
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    report = report_of(tmp_path, devices=",".join(addresses[rank] for rank in order))
+    (found,) = [f for f in report.findings if f.kind == "rank_order"]
+    assert found.command == ""
+    assert found.todo.endswith(", ".join(addresses[rank] for rank in range(8)))
+
+
 def test_a_chip_of_two_switches_shows_by_measurement(tmp_path):
     box = BOXES["asus-esc8000a-broadcom"]
     addresses = write_box(tmp_path, box)
@@ -255,12 +266,13 @@ def test_a_container_with_some_files_missing(tmp_path):
         for path in (tmp_path / "sys/devices").rglob(name):
             path.unlink()
     shutil.rmtree(tmp_path / "sys/devices/system")
+    shutil.rmtree(tmp_path / "sys/class")
     for rank in (4, 5, 6, 7):
         (tmp_path / "sys/bus/pci/devices" / addresses[rank]).unlink()
     report = report_of(tmp_path)
     assert report.topology.num_ranks == 4
     assert {x for row in report.topology.labels() for x in row} == {"X", "PIX"}
-    assert "link_below" not in kinds(report)
+    assert "link_below" not in kinds(report) and "iommu_unknown" in kinds(report)
     text = render(report)
     assert "gen? x16" in text and "unreadable" in text and "numa_node (" in text
 
@@ -767,7 +779,7 @@ SCHEMA = {
     "topology": {"vertices": [dict], "gpus": [dict], "links": [dict], "told": [list]},
     "labels": [[str]],
     "p2p": {"gpus": [str], "read": [[str]], "write": [[str]]},
-    "iommu": {"state": str, "units": [str], "group_types": dict, "options": [str]},
+    "iommu": {"state": str, "units": [str], "group_types": dict, "options": [str], "shown": bool},
     "hypervisor": bool,
     "registry": dict,
     "islands": {"ranks": [[int]], "source": str, "reason": str},
