@@ -1,4 +1,4 @@
-"""``spec-kernels topology``, ``tune`` and ``bench``: a machine's GPUs, their links, their sums."""
+"""``spec-kernels topology``, ``links``, ``tune``, ``bench``: GPUs, their links, their sums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 def add_parser(subparsers) -> None:
     _add_topology(subparsers)
+    _add_links(subparsers)
     _add_tune(subparsers)
     _add_bench(subparsers)
 
@@ -35,7 +36,8 @@ def _add_topology(subparsers) -> None:
         "--measurements",
         type=Path,
         metavar="FILE",
-        help="links of these ranks as measured (JSON): islands follow them instead of labels",
+        help="links of these ranks (what spec-kernels links --json prints): islands follow them "
+        "instead of labels",
     )
     add(
         "--sysfs",
@@ -83,6 +85,51 @@ def topology(args: argparse.Namespace) -> int:
     else:
         print(render(report, ascii_only=not _prints_lines()))
     return 0
+
+
+def _add_links(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "links",
+        help="whether this machine's GPUs reach each other, tried with data, and how fast",
+        description="Stores to and loads from every GPU's memory from every other, compares what "
+        "arrives, and measures each pair and concurrent copies, some seconds of full load on the "
+        "links. What --json prints is what --measurements of topology and tune takes.",
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add(
+        "--devices",
+        nargs="+",
+        metavar="GPU",
+        help="in rank order: numbers, UUIDs or PCI addresses (default: all visible ones)",
+    )
+    add("--verify-only", action="store_true", help="try with data, measure nothing")
+    parser.set_defaults(func=links)
+
+
+def links(args: argparse.Namespace) -> int:
+    """Exit code 0, 1 where a pair cannot be relied on, or 2 where there is nothing to try."""
+    from spec_kernels.comm.device_group import Platform
+    from spec_kernels.comm.p2p import Links, groups_of, render
+
+    devices = args.devices and [int(d) if d.isdigit() else d for d in args.devices]
+    try:
+        platform = Platform.cuda()
+        with Links(platform.library, platform.driver(), devices) as tried:
+            if len(tried.names) < 2:
+                print("spec-kernels links: one GPU here, and a link takes two", file=sys.stderr)
+                return 2
+            report = tried.verify()
+            print(f"spec-kernels links: {report}", file=sys.stderr)
+            if not args.verify_only:
+                from spec_kernels.comm.sysfs import read_machine
+
+                table = tried.measure(groups_of(read_machine("/sys"), tried.names), report)
+                print(table.to_json() if args.json else render(table))
+            return 0 if report.sound else 1
+    except (RuntimeError, ValueError) as error:
+        print(f"spec-kernels links: {error}", file=sys.stderr)
+        return 2
 
 
 def _devices_of_environment(machine, nvml) -> str | None:
@@ -159,7 +206,7 @@ def _add_machine(parser) -> None:
         "--measurements",
         type=Path,
         metavar="FILE",
-        help="links as measured (JSON of comm.p2p.LinkMeasurements), simulated",
+        help="links as measured (what spec-kernels links --json prints), simulated",
     )
     add(
         "--topology",

@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from spec_kernels.comm.sysfs import normal_address
+
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that opening takes
@@ -87,18 +89,15 @@ class CudaDriverError(RuntimeError):
 
 
 def normal_pci_id(text: str) -> str:
-    """``domain:bus:device.function`` in lower case, at least four digits of domain.
+    """``domain:bus:device.function`` as Linux writes it; domain 0 where there is none.
 
     Takes what the driver (``0000:C1:00.0``), NVML (``00000000:C1:00.0``) and lspci (``c1:00.0``)
     write. ValueError for anything else.
     """
-    found = re.fullmatch(
-        r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", text.strip().lower()
-    )
-    if not found:
+    address = normal_address(text) or normal_address(f"0000:{text.strip()}")
+    if address is None:
         raise ValueError(f"PCI id: expected domain:bus:device.function, got {text!r}")
-    domain, bus, device, function = (int(part or "0", 16) for part in found.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+    return address
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from spec_kernels.comm.cuda_driver import Device, Driver
+from spec_kernels.comm.cuda_driver import Device, DeviceName, Driver
 from spec_kernels.comm.meeting import Steps, run_together, stage
+from spec_kernels.comm.sysfs import Machine
 
 Matrix = list[list[float | None]]
 _MATRICES = ("pair_write_gb_s", "pair_read_gb_s", "flag_us", "read_128b_us")
@@ -445,10 +446,17 @@ class Links:
         for rank in ranks:
             self._workers[rank].call("wait")
 
-    def measure(self, groups: Sequence[Sequence[int]] = ()) -> LinkMeasurements:
-        """Everything, pair by pair and then ``flow_sets``; a pair without access stays None."""
+    def measure(
+        self, groups: Sequence[Sequence[int]] = (), report: PeerReport | None = None
+    ) -> LinkMeasurements:
+        """Everything, pair by pair and then ``flow_sets``.
+
+        A pair that has no access, or that cannot be relied on by ``report``, stays None.
+        """
         num = len(self.names)
         pairs = [p for p in itertools.permutations(range(num), 2) if p not in self.reasons]
+        if report is not None:
+            pairs = [(i, j) for i, j in pairs if not (report.write[i][j] or report.read[i][j])]
         table = LinkMeasurements(self.gpus())
         for i, j in pairs:
             table.pair_write_gb_s[i][j] = self.flow_gb_s([(i, j)], write=True)
@@ -465,6 +473,44 @@ class Links:
                     )
                 )
         return table
+
+
+def groups_of(machine: Machine, names: Sequence[DeviceName]) -> list[list[int]]:
+    """Indices of the GPUs behind one switch, for ``flow_sets``; a GPU of its own is in none."""
+    behind: dict[str, list[int]] = {}
+    for k, name in enumerate(names):
+        if name.pci in machine.devices:
+            above = machine.chain(name.pci)[:-1]
+            # A switch is an upstream port with downstream ports below it; the last is the nearest.
+            switches = [d for d in above if d.port_type == "upstream"]
+            if switches:
+                behind.setdefault(switches[-1].address, []).append(k)
+    return [group for group in behind.values() if len(group) > 1]
+
+
+def render(table: LinkMeasurements) -> str:
+    """``table`` for people."""
+    num = len(table.gpus)
+    lines = [f"{i}  {gpu.pci}  {gpu.uuid}" for i, gpu in enumerate(table.gpus)]
+    for title, matrix in (
+        ("write, GB/s: row stores into column", table.pair_write_gb_s),
+        ("read, GB/s: row loads from column", table.pair_read_gb_s),
+        ("flag, us: from row to column", table.flag_us),
+        ("read of 128 bytes, us: row from column", table.read_128b_us),
+    ):
+        lines += ["", title, "   " + "".join(f"{j:8}" for j in range(num))]
+        for i, row in enumerate(matrix):
+            lines.append(f"{i:3}" + "".join(f"{_cell(value):>8}" for value in row))
+    if table.flows:
+        lines += ["", "at the same time, GB/s together    write    read"]
+    for flow in table.flows:
+        pairs = " ".join(f"{s}>{d}" for s, d in flow.flows)
+        lines.append(f"{pairs:32}{_cell(flow.write):>8}{_cell(flow.read):>8}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def flow_sets(num: int, groups: Sequence[Sequence[int]] = ()) -> list[tuple[tuple[int, int], ...]]:

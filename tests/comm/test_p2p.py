@@ -7,8 +7,12 @@ import itertools
 import json
 
 import pytest
-from cuda_on_host import fake_driver, host_build
+from cuda_on_host import emulated, fake_driver, host_build
 
+from spec_kernels import _library
+from spec_kernels.cli import main
+from spec_kernels.comm import p2p
+from spec_kernels.comm.device_group import Platform
 from spec_kernels.comm.p2p import (
     FlowMeasurement,
     GpuId,
@@ -17,7 +21,9 @@ from spec_kernels.comm.p2p import (
     PeerReport,
     declare,
     flow_sets,
+    groups_of,
 )
+from spec_kernels.comm.sysfs import Machine, PciDevice
 
 GPUS = [GpuId(f"GPU-{i}", f"0000:{i:02x}:00.0") for i in range(3)]
 
@@ -154,3 +160,70 @@ def test_a_report_names_every_bad_direction():
     assert "rank 0 (A) stores to rank 1 (B): lost; rank 1 (B) loads from rank 0 (A): old" in str(
         report
     )
+
+
+def test_groups_are_the_gpus_behind_one_switch(fake):
+    devices = {
+        "root": PciDevice("root", port_type="root_port"),
+        "up": PciDevice("up", parent="root", port_type="upstream"),
+        "down1": PciDevice("down1", parent="up", port_type="downstream"),
+        "down2": PciDevice("down2", parent="up", port_type="downstream"),
+        "0000:c1:00.0": PciDevice("0000:c1:00.0", parent="down1"),
+        "0000:c3:00.0": PciDevice("0000:c3:00.0", parent="down2"),
+        "0000:c2:00.0": PciDevice("0000:c2:00.0", parent="root"),
+    }
+    fake.devices(4)
+    names = fake.driver().devices
+    assert groups_of(Machine(devices), names) == [[0, 2]]
+    assert groups_of(Machine({}), names) == []
+
+
+@pytest.fixture
+def command(machine, fake, monkeypatch, capsys):
+    """``spec-kernels links`` on emulated GPUs."""
+    platform = emulated.platform(fake, machine, host_clock=False)
+    monkeypatch.setattr(Platform, "cuda", lambda: platform)
+
+    def small(library, driver, devices=None):
+        made = Links(library, driver, devices, num_bytes=32 << 10)
+        made.duration_ms, made.num_trips = 0.002, 5
+        return made
+
+    monkeypatch.setattr(p2p, "Links", small)
+
+    def run(*arguments):
+        return main(["links", *arguments]), *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_prints_what_others_take(command, fake):
+    fake.devices(3)
+    code, text, error = command("--json", "--devices", "2", "0000:c1:00.0")
+    table = LinkMeasurements.from_json(text)
+    assert code == 0 and "all pairs of 2 ranks reach each other" in error
+    assert [g.pci for g in table.gpus] == ["0000:c3:00.0", "0000:c1:00.0"]
+    code, text, _ = command()
+    assert code == 0 and "write, GB/s: row stores into column" in text and "0>1 0>2" in text
+    assert command("--verify-only")[:2] == (0, "")
+
+
+def test_the_command_says_what_cannot_be_relied_on(command, fake):
+    fake.devices(2)
+    fake.link(1, 0, fake_driver.REFUSED)
+    code, text, error = command("--json")
+    assert code == 1 and "stores to rank 0" in error and "the driver says that it cannot" in error
+    assert LinkMeasurements.from_json(text).flag_us == [[None] * 2] * 2
+
+
+def test_the_command_without_anything_to_try(command, fake, monkeypatch):
+    fake.devices(1)
+    assert command()[0] == 2
+    assert command("--devices", "7")[0] == 2
+    fake.devices(0)
+    code, _, error = command()
+    assert code == 2 and "CUDA_ERROR_NO_DEVICE" in error
+    monkeypatch.undo()
+    if not _library.LIBRARIES["cuda"].loaded:
+        code, _, error = command()
+        assert code == 2 and "_C_cuda" in error
