@@ -1,7 +1,7 @@
 """Malformed calls for every compiled op: each must raise a clear error or equal the reference.
 
     python tests/fuzz_ops.py [--seconds 60] [--seed 0] [--op NAME] [--case N] [--verbose]
-                             [--cuda-on-host]
+                             [--cuda-on-host | --triton]
 
 Each case starts from a sound call with random sizes and damages some arguments: shape, dtype,
 strides (zero ones on outputs too), device, aliasing, extreme integers, NaN and infinities. The call
@@ -15,12 +15,15 @@ sanitize`` runs this under AddressSanitizer and UBSan, which see what a crash do
 
 ``--cuda-on-host`` calls the CUDA sources as compiled for the host (``tests/cuda_on_host``), each
 case under a schedule of its own and with ``SPEC_KERNELS_CHECK=1``, so that they raise as well.
+``--triton`` calls the Triton kernels in Triton's interpreter, likewise; as these stand behind the
+Python face alone, so do the calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import os
 import random
 import re
@@ -649,6 +652,8 @@ def run_case(op: str, seed: int, namespace: str) -> tuple[str, str | None]:
     function = getattr(getattr(torch.ops, namespace), op).default
     outs = outputs_of(op)
     huge = is_huge(args)
+    if huge and namespace == TRITON:
+        return what, None  # the interpreter would go through all of it
     if huge:
         message = call(function, args)
     else:
@@ -705,6 +710,48 @@ def cuda_on_host():
     return host_build.load(), host_build.NAMESPACE
 
 
+TRITON = "spec_kernels_triton"
+
+
+@functools.cache
+def in_triton() -> str:
+    """The namespace of the ops that have a Triton kernel, behind the checks of the Python face."""
+    os.environ["SPEC_KERNELS_CHECK"] = os.environ["TRITON_INTERPRET"] = "1"
+    from spec_kernels.testing import interpreter
+
+    interpreter.speed_up()
+    library = _library.define_schemas(TRITON)
+    for op, function in FACES.items():
+        library.impl(op, function, "CPU")
+    LIBRARIES.append(library)
+    return TRITON
+
+
+def _attention_face(op: str, *args) -> None:
+    named = dict(zip((argument.name for argument in _library.arguments(op)), args, strict=True))
+    part = [named.pop(name) for name in ("shard_index", "num_shards", "shard_run")]
+    try:
+        shard = ops.ContextShard(*part)
+    except ValueError as error:
+        raise ValueError(f"spec_kernels::{op}: {error}") from None
+    getattr(ops, op)(**named, shard=shard, backend="triton")
+
+
+def _face(op: str, *args) -> None:
+    names = [argument.name for argument in _library.arguments(op)]
+    getattr(ops, op)(**dict(zip(names, args, strict=True)), backend="triton")
+
+
+FACES = {
+    "tree_attention": functools.partial(_attention_face, "tree_attention"),
+    "tree_attention_mla": functools.partial(_attention_face, "tree_attention_mla"),
+    "merge_states": functools.partial(_face, "merge_states"),
+    "rope_append": functools.partial(_face, "rope_append"),
+    "rope_append_mla": functools.partial(_face, "rope_append_mla"),
+}
+LIBRARIES: list[torch.library.Library] = []
+
+
 def has_kernel(op: str, namespace: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{op}", "CPU")
 
@@ -715,7 +762,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first case of each op")
     parser.add_argument("--op", choices=sorted(MAKERS), action="append")
     parser.add_argument("--case", type=int, help="this one case only")
-    parser.add_argument("--cuda-on-host", action="store_true")
+    gpu = parser.add_mutually_exclusive_group()
+    gpu.add_argument("--cuda-on-host", action="store_true")
+    gpu.add_argument("--triton", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--faults", type=int, default=20, help="stop after so many")
     options = parser.parse_args()
@@ -725,6 +774,9 @@ def main() -> int:
     if options.cuda_on_host:
         machine, namespace = cuda_on_host()
         names = [name for name in names if has_kernel(name, namespace)]
+    elif options.triton:
+        namespace = in_triton()
+        names = [name for name in names if name in FACES]
     elif not _library.LIBRARIES["cpu"].loaded:
         sys.exit(f"fuzz_ops: _C_cpu: {_library.LIBRARIES['cpu'].reason}")
     deadline = time.monotonic() + options.seconds

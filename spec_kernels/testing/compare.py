@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+
+from spec_kernels import _library
+from spec_kernels.ops.common import EXTRA_BACKENDS
 
 
 def assert_as_accurate(
@@ -56,6 +59,11 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu"
     """NaN (floats) or huge values (integers): what is not written, or wrongly read, shows."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 2
     return torch.full(shape, value, dtype=dtype, device=device)
+
+
+def raw_op(op: str, backend: str) -> Callable[..., None]:
+    """What a compiled ``backend`` registers for ``op``, past the checks of the Python face."""
+    return getattr(getattr(torch.ops, EXTRA_BACKENDS.get(backend, _library.NAMESPACE)), op).default
 
 
 def value_checks(backend: str) -> tuple[bool, ...]:

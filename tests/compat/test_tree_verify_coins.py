@@ -9,19 +9,18 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_kernels import (
     FlatVerified,
     VerifyStatus,
-    _library,
     link_tree,
     tree_verify_choices,
     tree_verify_coins,
 )
 from spec_kernels.ops.tree_verify import coins_reference
-from spec_kernels.testing.compare import poisoned
+from spec_kernels.testing.compare import poisoned, raw_op
 
 BACKENDS = ("reference", "cpu", "cuda_on_host")
 
@@ -483,22 +482,25 @@ def random_case(rng):
     return tree, given, choices, options, num_slots, rng.randint(1, num_nodes)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_backends_agree_bit_for_bit(seed):
-    if not _library.LIBRARIES["cpu"].loaded:
-        pytest.skip(f"_C_cpu: {_library.LIBRARIES['cpu'].reason}")
+def test_backends_agree_bit_for_bit(backend, seed):
     tree, given, choices, options, num_slots, columns = random_case(random.Random(seed))
     batch = len(tree["tokens"])
     for name, what, extra in (("coins", given, options), ("choices", choices, {})):
         a, b = (
-            run_op(name, tree, what, poisoned_out(batch, num_slots, columns), backend, **extra)
-            for backend in ("reference", "cpu")
+            run_op(name, tree, what, poisoned_out(batch, num_slots, columns), on, **extra)
+            for on in ("reference", backend)
         )
         assert_equal(a, b)
 
 
-def test_case_11_requests_do_not_depend_on_each_other():
+def test_case_11_requests_do_not_depend_on_each_other(backend):
     generator = torch.Generator().manual_seed(3)
     batch, num_nodes, vocab = 5, 9, 3001
     parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
@@ -511,16 +513,17 @@ def test_case_11_requests_do_not_depend_on_each_other():
         torch.rand(batch, generator=generator),
     )
     tree = flat(link_tree(tokens, parents))
-    together = run_op("coins", tree, given, poisoned_out(batch, batch * num_nodes, 5))
+    out = poisoned_out(batch, batch * num_nodes, 5)
+    together = run_op("coins", tree, given, out, backend)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for b in (4, 0, 2, 1, 3):
             own = {n: t[b : b + 1] for n, t in tree.items()}
             own["slots"] = torch.arange(num_nodes)[None]
-            alone = run_op(
-                "coins", own, tuple(t[b : b + 1] for t in given), poisoned_out(1, num_nodes, 5)
-            )
+            own_given = tuple(t[b : b + 1] for t in given)
+            out = poisoned_out(1, num_nodes, 5)
+            alone = run_op("coins", own, own_given, out, backend)
             rows = slice(b * num_nodes, (b + 1) * num_nodes)
             assert alone.predictions.equal(together.predictions[rows])
             assert int(alone.num_accepted) == int(together.num_accepted[b])
@@ -608,7 +611,7 @@ def test_raw_op_refuses_what_the_api_would(backend, name):
     if backend == "reference":
         pytest.skip("the reference leaves shapes to the API")
     arguments = raw_arguments(name, poisoned_out(2, 12, 4))
-    op = getattr(torch.ops.spec_kernels, name).default
+    op = raw_op(name, backend)
     op(*arguments)
     for i, argument in enumerate(arguments):
         bad = argument[:1] if isinstance(argument, torch.Tensor) else 2.0
@@ -620,9 +623,9 @@ def test_raw_op_refuses_what_the_api_would(backend, name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_outputs_stand_apart(backend, name):
-    function = getattr(torch.ops.spec_kernels, name).default
     if backend == "reference":
         pytest.skip("covered through backend='reference' below")
+    function = raw_op(name, backend)
     arguments = list(raw_arguments(name, FlatVerified.allocate(2, 12, 3)))
     shared = torch.zeros(2, dtype=torch.int32)
     arguments[-2:] = [shared, shared]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from spec_kernels import _library, merge_states
 from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, poisoned
@@ -114,6 +116,32 @@ def test_case_16_extreme_lses_still_normalise(shift, dtype, backend):
     right, right_lse = exact(outs, lses + shift)
     torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse.double(), right_lse, atol=1e-2, rtol=0)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_states(backend, data):
+    """Right, and every row alone has the bits that it has in company."""
+    draw = data.draw
+    parts, batch, rows, heads = (draw(st.integers(1, n)) for n in (9, 2, 3, 3))
+    dtype = draw(st.sampled_from(DTYPES))
+    outs, lses = make(
+        parts, batch, rows, heads, draw(st.integers(1, 40)), dtype=dtype,
+        empty=draw(st.sampled_from([0.0, 0.3, 0.9])), seed=draw(st.integers(0, 99)),
+    )  # fmt: skip
+    out, lse = call(outs, lses, backend)
+    (right, right_lse), (other, other_lse) = exact(outs, lses), plain(outs, lses)
+    assert_as_accurate(out, right, other)
+    assert_as_accurate(lse, right_lse, other_lse)
+    b, n = draw(st.integers(0, batch - 1)), draw(st.integers(0, rows - 1))
+    alone = call(outs[:, b : b + 1, n : n + 1], lses[:, b : b + 1, n : n + 1], backend)
+    assert_same_bits(alone[0], out[b : b + 1, n : n + 1])
+    assert_same_bits(alone[1], lse[b : b + 1, n : n + 1])
 
 
 def test_nan_shows_in_its_row_alone(dtype, backend):

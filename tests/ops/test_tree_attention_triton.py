@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -210,6 +212,68 @@ def test_1024_nodes(backend):
 def test_the_end_of_a_context_of_256k(form, backend):
     options = dict(window=70, page=64, heads=2, kv_heads=1, k_dim=16, v_dim=16)
     check(make(form, torch.float16, contexts=(262_144, 200_001), **options), backend)
+
+
+@st.composite
+def trees(draw, num_nodes):
+    """Paths of a tree of at most ``num_nodes``, its rows in any order, some of them absent."""
+    parents = [draw(st.integers(-1, i - 1)) if i else -1 for i in range(num_nodes)]
+    paths = []
+    for i, parent in enumerate(parents):
+        paths.append(([] if parent < 0 else paths[parent]) + [i])
+    queried = draw(st.lists(st.sampled_from(range(num_nodes)), min_size=1, max_size=4))
+    return [paths[i] if draw(st.booleans()) or i == queried[0] else [] for i in queried]
+
+
+@st.composite
+def small_problems(draw, form):
+    """Any tree, table and lengths at sizes that the interpreter takes a second for."""
+    num_nodes, num_requests = draw(st.integers(1, 36)), draw(st.integers(1, 2))
+    requests = [draw(trees(num_nodes)) for _ in range(num_requests)]
+    rows = max(map(len, requests))
+    heads = draw(st.sampled_from([1, 3]))
+    num_shards = draw(st.sampled_from([1, 1, 3]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    around = st.sampled_from([0, 1, 63, 64, 65, 127, 129]) | st.integers(0, 140)
+    return make(
+        form,
+        dtype,
+        contexts=[draw(around) for _ in requests],
+        paths=[paths + [[]] * (rows - len(paths)) for paths in requests],
+        heads=heads,
+        kv_heads=draw(st.sampled_from([1, heads])),
+        k_dim=draw(st.sampled_from([8, 17])),
+        v_dim=8,
+        page=draw(st.integers(1, 20)),
+        window=draw(st.sampled_from([0, 0, 1, 30])),
+        logit_cap=draw(st.sampled_from([0.0, 3.0])),
+        cache_dtype=draw(st.sampled_from([dtype, FP8])),
+        with_sinks=draw(st.booleans()),
+        shard=ContextShard(
+            draw(st.integers(0, num_shards - 1)), num_shards, draw(st.sampled_from([1, 5]))
+        ),
+        int_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@FORMS
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data())
+def test_any_tree_table_and_lengths(form, backend, data):
+    """Right, and a row alone has the bits that it has in company."""
+    problem = data.draw(small_problems(form))
+    check(problem, backend)
+    b = data.draw(st.integers(0, problem.q.shape[0] - 1))
+    n = data.draw(st.integers(0, problem.q.shape[1] - 1))
+    one = slice(b, b + 1), slice(n, n + 1)
+    whole = (t[one] for t in problem.run(backend))
+    same_bits(whole, problem.rows(*one).run(backend))
 
 
 @pytest.mark.parametrize("seed", range(16))

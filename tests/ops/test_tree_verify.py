@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_kernels import Purpose, Verified, VerifyStatus, _library, link_tree, tree_verify
-from spec_kernels.ops.common import EXTRA_BACKENDS
 from spec_kernels.ops.tree_verify.reference import (
     coin,
     exp_weights,
@@ -23,7 +22,7 @@ from spec_kernels.ops.tree_verify.reference import (
     token_weights,
     values_of,
 )
-from spec_kernels.testing.compare import poisoned, value_checks, value_out_of_range
+from spec_kernels.testing.compare import poisoned, raw_op, value_checks, value_out_of_range
 
 BACKENDS = ("reference", "cpu", "cuda_on_host")
 
@@ -806,8 +805,7 @@ def test_raw_op_refuses_what_the_api_would(backend):
     if backend == "reference":
         pytest.skip("the reference leaves shapes to the API")
     arguments = raw_arguments(Verified.allocate(2, 3))
-    namespace = EXTRA_BACKENDS.get(backend, "spec_kernels")
-    op = getattr(torch.ops, namespace).tree_verify.default
+    op = raw_op("tree_verify", backend)
     op(*arguments)
     for i, argument in enumerate(arguments):
         if not isinstance(argument, torch.Tensor):
