@@ -73,6 +73,7 @@ struct Params {
 __device__ inline Packet load_packet(const char* p) {
   Packet v;
 #if defined(SK_CUDA_ON_HOST)
+  simt::count_access(p, kPacketBytes, false);
   simt::schedule_point(false);
   const volatile uint32_t* words = reinterpret_cast<const uint32_t*>(p);
   for (int i = 0; i < 4; ++i) v.words[i] = words[i];
@@ -87,6 +88,7 @@ __device__ inline Packet load_packet(const char* p) {
 
 __device__ inline void store_packet(char* p, const Packet& v) {
 #if defined(SK_CUDA_ON_HOST)
+  simt::count_access(p, kPacketBytes, true);
   // Torn where the schedule and the address say so: words are whole, packets are not.
   const uintptr_t torn = reinterpret_cast<uintptr_t>(p) / kPacketBytes % 4;
   volatile uint32_t* words = reinterpret_cast<uint32_t*>(p);

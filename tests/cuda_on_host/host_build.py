@@ -183,6 +183,9 @@ class Machine:
             ("simt_destroy_stream", None, pointer),
             ("simt_choose_stream", pointer, pointer),
             ("simt_slow_device", None, number, number),
+            ("simt_watch", None, number, pointer, word),
+            ("simt_watch_nothing", None),
+            ("simt_accesses", word, number, number, number),
             ("simt_set_clock", None, word),
             ("simt_steps", word),
             ("simt_begin_record", None),
@@ -218,6 +221,19 @@ class Machine:
     def slow(self, device: int, factor: int) -> None:
         """Threads of ``device`` are chosen ``factor`` times less often."""
         self.library.simt_slow_device(device, factor)
+
+    @contextlib.contextmanager
+    def watch(self, ranges: Sequence[tuple[int, int]]):
+        """Counts accesses to memory that peers share, for each of ``ranges`` (address, bytes).
+
+        Yields ``bytes(device, range, is_store)``: what threads of a device stored or loaded.
+        """
+        for k, (address, num_bytes) in enumerate(ranges):
+            self.library.simt_watch(k, address, num_bytes)
+        try:
+            yield self.library.simt_accesses
+        finally:
+            self.library.simt_watch_nothing()
 
     def set_clock(self, nanoseconds_per_step: int) -> None:
         """What ``globaltimer`` shows; 0: the host's clock, and spinning yields the processor."""

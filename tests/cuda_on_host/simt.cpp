@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -185,6 +186,24 @@ class Machine {
     rng_.state = seed;
   }
   void slow(int device, int factor) { slowness_[device] = factor; }
+  // Counts accesses to [begin, begin + num_bytes) from now on, as range `range`.
+  void watch(int range, const char* begin, uint64_t num_bytes) {
+    watched_[range] = {begin, begin + num_bytes};
+  }
+  void watch_nothing() {
+    watched_.clear();
+    accesses_.clear();
+  }
+  void count_access(const char* p, size_t num_bytes, bool is_store) {
+    for (const auto& [range, ends] : watched_) {
+      if (p >= ends.first && p < ends.second)
+        accesses_[{current_->block->stream->device, range, is_store}] += num_bytes;
+    }
+  }
+  uint64_t accesses(int device, int range, bool is_store) const {
+    const auto found = accesses_.find({device, range, is_store});
+    return found == accesses_.end() ? 0 : found->second;
+  }
   uint64_t steps() const { return steps_; }
   uint64_t num_launches() const { return num_launches_; }
   void set_clock(uint64_t nanoseconds_per_step) { nanoseconds_per_step_ = nanoseconds_per_step; }
@@ -670,6 +689,8 @@ class Machine {
   int resident_ = 0;
   Rng rng_;
   std::map<int, int> slowness_;
+  std::map<int, std::pair<const char*, const char*>> watched_;
+  std::map<std::tuple<int, int, bool>, uint64_t> accesses_;  // bytes by device, range and direction
   Stream default_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Thread*> ready_;    // not `waiting_`, which has looked at memory twice in a row
@@ -766,6 +787,10 @@ void configure(uint64_t seed, int resident_blocks, uint64_t max_steps) {
   const Lock lock(machine().mutex);
   machine().configure(seed, resident_blocks, max_steps);
 }
+void count_access(const void* p, size_t num_bytes, bool is_store) {
+  machine().count_access(static_cast<const char*>(p), num_bytes, is_store);
+}
+
 void slow_device(int device, int factor) {
   const Lock lock(machine().mutex);
   machine().slow(device, factor);
@@ -899,6 +924,13 @@ SIMT_EXPORT simt::Stream* simt_create_stream(int device) { return simt::create_s
 SIMT_EXPORT void simt_destroy_stream(simt::Stream* stream) { simt::destroy_stream(stream); }
 SIMT_EXPORT simt::Stream* simt_choose_stream(simt::Stream* stream) {
   return std::exchange(simt::chosen_stream, stream);
+}
+SIMT_EXPORT void simt_watch(int range, const void* begin, uint64_t num_bytes) {
+  simt::machine().watch(range, static_cast<const char*>(begin), num_bytes);
+}
+SIMT_EXPORT void simt_watch_nothing() { simt::machine().watch_nothing(); }
+SIMT_EXPORT uint64_t simt_accesses(int device, int range, int is_store) {
+  return simt::machine().accesses(device, range, is_store != 0);
 }
 SIMT_EXPORT void simt_slow_device(int device, int factor) { simt::slow_device(device, factor); }
 SIMT_EXPORT void simt_set_clock(uint64_t nanoseconds_per_step) {

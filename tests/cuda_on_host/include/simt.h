@@ -74,6 +74,8 @@ uint64_t collective(Kind kind, uint32_t mask, uint64_t value, int lane, int widt
 int barrier(Kind kind, int predicate, Site site);
 // Others may go on here. `always`: they do, as where a thread waits for memory to change.
 void schedule_point(bool always);
+// The running thread stores to, or loads from, memory that peers share: counted if it is watched.
+void count_access(const void* p, size_t num_bytes, bool is_store);
 // Ends the launch: the message names the running thread.
 [[noreturn]] void fail(const char* what);
 // Threads resumed so far: a clock that advances for a thread that spins.
