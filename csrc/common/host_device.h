@@ -11,10 +11,12 @@
 
 namespace spec_kernels {
 
-// True only in the library in which the tests break one mechanism at a time
-// (tests/cuda_on_host/mutants.py); elsewhere the condition compiles to nothing.
+// True only where the tests break one mechanism of their library at a time
+// (tests/cuda_on_host/mutants.py); in the package the condition compiles to nothing.
 #if defined(SK_MUTANTS)
-bool mutant(const char* name);
+extern const char* chosen_mutant;  // null: none
+bool is_chosen(const char* name);
+inline bool mutant(const char* name) { return chosen_mutant && is_chosen(name); }
 #else
 SK_HOST_DEVICE constexpr bool mutant(const char*) { return false; }
 #endif

@@ -265,8 +265,12 @@ class Machine:
 _loaded: list[Machine] = []
 
 
-def load(*defines: str) -> Machine:
-    """Builds where needed, and registers, once a process: the first call's ``defines`` count."""
+def load() -> Machine:
+    """Builds where needed, and registers, once a process.
+
+    Mutants are in it and sleep until one is chosen (``mutants.py``): a second library without them
+    would take as long again to compile.
+    """
     if not _loaded:
-        _loaded.append(Machine(build(cuda_sources(), *defines)))
+        _loaded.append(Machine(build(cuda_sources(), "SK_MUTANTS")))
     return _loaded[0]

@@ -2,9 +2,9 @@
 
     python tests/cuda_on_host/mutants.py [MUTANT...]
 
-``mutant("name")`` in the sources says what breaks. One library holds all mutants; each is chosen in
-a fork of its own, for some of them crash. Prints one JSON object: mutant -> what pytest returned
-and printed.
+``mutant("name")`` in the sources says what breaks. The library of the suites holds all mutants;
+each is chosen in a fork of its own, for some of them crash. Prints one JSON object: mutant -> what
+pytest returned and printed.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def main() -> int:
     import hypothesis  # noqa: F401
     from cuda_on_host import host_build
 
-    machine = host_build.load("SK_MUTANTS")
+    machine = host_build.load()
     waiting = list(sys.argv[1:] or MUTANTS)
     running: dict[int, tuple[str, Path]] = {}
     outcomes = {}

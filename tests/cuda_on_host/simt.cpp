@@ -954,15 +954,14 @@ SIMT_EXPORT const char* simt_synchronize() {
 }
 
 #if defined(SK_MUTANTS)
-namespace {
-std::string chosen_mutant;
-}
 namespace spec_kernels {
-bool mutant(const char* name);
-bool mutant(const char* name) { return chosen_mutant == name; }
+const char* chosen_mutant = nullptr;
+bool is_chosen(const char* name) { return std::strcmp(chosen_mutant, name) == 0; }
 }  // namespace spec_kernels
-extern "C" __attribute__((visibility("default"))) void choose_mutant(const char* name) {
-  chosen_mutant = name;
+SIMT_EXPORT void choose_mutant(const char* name) {
+  static std::string kept;
+  kept = name;
+  spec_kernels::chosen_mutant = kept.c_str();
 }
 #endif
 
