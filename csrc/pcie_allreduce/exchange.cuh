@@ -66,7 +66,7 @@ __device__ void one_shot(const Params& p, Call& call, Epilogue& epilogue) {
   for_tiles(p, [&](int k) {
     const Tile<T> tile(p, k);
     if (tile.num == 0 || call.over()) return;
-    const Packet own = escape(tile.load(p.input, p.input_aligned));
+    const Packet own = escape(tile.load(p, p.input, p.input_aligned));
     for_others(p.rank, p.world_size,
                [&](int r) { store_packet(call.slot(region, r, p.rank, k, t), own); });
   });
@@ -76,7 +76,7 @@ __device__ void one_shot(const Params& p, Call& call, Epilogue& epilogue) {
     bool sound = false;
     if (tile.num > 0) {
       Packet parts[kMaxRanks];
-      const Packet own = escape(tile.load(p.input, p.input_aligned));
+      const Packet own = escape(tile.load(p, p.input, p.input_aligned));
       const uint32_t others = first_bits(p.world_size) & ~(1u << p.rank);
       sound = call.template receive<1>(region, k, t, others, parts, Phase::kPush, 0, 1);
       if (sound) {
@@ -117,7 +117,7 @@ __device__ void scatter(const Params& p, Call& call, const Region& region, int b
     if (owner == self) return;
     const int i = t - slab::share_begin(owner, tile.packets, num);
     store_packet(call.slot(region, base + owner, self, k, i),
-                 escape(tile.load(p.input, p.input_aligned)));
+                 escape(tile.load(p, p.input, p.input_aligned)));
   });
 }
 
@@ -129,7 +129,7 @@ __device__ bool collect(const Params& p, Call& call, const Region& region, int b
   const int t = static_cast<int>(threadIdx.x);
   if (tile.num == 0 || slab::owner_of(t, tile.packets, num) != self) return false;
   i = t - slab::share_begin(self, tile.packets, num);
-  const Packet own = escape(tile.load(p.input, p.input_aligned));
+  const Packet own = escape(tile.load(p, p.input, p.input_aligned));
   const uint32_t others = first_bits(num) & ~(1u << self);
   if (!call.template receive<1>(region, k, i, others, parts, Phase::kScatter, base, 1))
     return false;
@@ -246,7 +246,7 @@ __device__ inline void pass_on(const Params& p, Call& call) {
     for_tiles(p, [&](int k) {
       const Tile<uint8_t> tile(p, k);
       if (tile.num == 0 || call.over()) return;
-      const Packet own = tile.load(p.input, p.input_aligned);
+      const Packet own = tile.load(p, p.input, p.input_aligned);
       for_others(p.rank, p.world_size,
                  [&](int r) { store_packet(call.slot(region, r, p.rank, k, t), own); });
     });
@@ -260,9 +260,9 @@ __device__ inline void pass_on(const Params& p, Call& call) {
     for (int r = 0; r < p.world_size; ++r) {
       if (p.source >= 0 && (r != p.source || r == p.rank)) continue;
       const Packet packet = call.over()   ? filled(kSentinel)
-                            : r == p.rank ? tile.load(p.input, p.input_aligned)
+                            : r == p.rank ? tile.load(p, p.input, p.input_aligned)
                                           : load_packet(call.slot(region, p.rank, r, k, t));
-      tile.store(static_cast<char*>(p.out) + r * p.part_bytes, p.out_aligned, packet);
+      tile.store(p, static_cast<char*>(p.out) + r * p.part_bytes, p.out_aligned, packet);
     }
   });
 }

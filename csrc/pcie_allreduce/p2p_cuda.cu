@@ -11,8 +11,6 @@ namespace spec_kernels {
 namespace p2p {
 namespace {
 
-using pcie::Packet;
-
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr uint32_t kPollsPerLook = 64;
@@ -132,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     for (uint64_t i = threadIdx.x; i < packets_per_block; i += kThreads) {
       char* const p = mine + i * sizeof(Packet);
       if (write) {
-        pcie::store_packet(p, pcie::filled(0));
+        pcie::store_packet(p, filled(0));
       } else {
         sum ^= pcie::load_packet(p).words[0];
       }

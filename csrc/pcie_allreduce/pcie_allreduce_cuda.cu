@@ -1,6 +1,8 @@
 // Collectives between the devices of one machine, one launch each: the ranks' blocks pass packets
 // through each other's slabs (protocol.cuh, exchange.cuh).
 #include "common/device.cuh"
+#include "hidden_capture/hidden_capture.cuh"
+#include "hidden_capture/hidden_capture_args.h"
 #include "pcie_allreduce/exchange.cuh"
 #include "pcie_allreduce/group_cuda.h"
 #include "pcie_allreduce/pcie_allreduce_args.h"
@@ -9,7 +11,6 @@ namespace spec_kernels {
 namespace {
 
 using pcie::Call;
-using pcie::Packet;
 using pcie::Params;
 using pcie::Tile;
 using slab::Algorithm;
@@ -22,15 +23,86 @@ struct StoreSum {
 
   __device__ void tile(Call& call, int k, const Tile<T>& tile, const Packet& sum, bool sound) {
     if (tile.num == 0 || (!sound && mutant("allreduce_no_poison"))) return;
-    tile.store(p.out, p.out_aligned, sound ? sum : pcie::filled(slab::kSentinel));
+    tile.store(p, p.out, p.out_aligned, sound ? sum : filled(slab::kSentinel));
   }
 };
 
-template <class T, int kAlgorithm>
-__global__ void __launch_bounds__(pcie::kThreads, 1)
-    allreduce_kernel(const __grid_constant__ Params p) {
-  Call call(p);
-  StoreSum<T> epilogue{p};
+// What follows the sum of rows: added to the residual, captured, normalised, as hidden_capture
+// does. A row's tiles may be several blocks'; each leaves the squares of its segment in a table,
+// tagged with the epoch, so that nothing has to be cleared. Where the sum did not come it is NaN,
+// and so is all that is made of it.
+template <class T>
+class Normalise {
+ public:
+  __device__ Normalise(const Params& p, const hidden::Params& h)
+      : p_(p), h_(h), table_(reinterpret_cast<uint64_t*>(p.slabs[p.rank] + p.layout.norm_table)) {}
+
+  __device__ void tile(Call& call, int k, const Tile<T>& tile, const Packet& sum, bool) {
+    static_assert(pcie::kThreads == hidden::kSegmentPackets);
+    SK_SHARED(float, warps, [2][hidden::kSegmentWarps]);
+    Packet row = filled(0);
+    if (tile.num > 0) {
+      const hidden::Place place{tile.row, tile.column, tile.num};
+      row = hidden::add<T>(h_, place, hidden::residual_of<T>(h_, place), sum);
+      hidden::capture<T>(h_, place, row);
+    }
+    const float squares = hidden::warp_squares(hidden::packet_squares<T>(row));
+    if (threadIdx.x % 32 == 0) warps[turn_][threadIdx.x / 32] = squares;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const float segment = hidden::segment_squares(warps[turn_]);
+      pcie::store_device(table_ + k, uint64_t{call.epoch()} << 32 | __float_as_uint(segment));
+    }
+    turn_ ^= 1;  // the other one is read before the next barrier
+  }
+
+  // Once all tiles of the block have been in `tile`.
+  __device__ void finish(Call& call) {
+    pcie::for_tiles(p_, [&](int k) {
+      const Tile<T> tile(p_, k);
+      if (tile.num == 0) return;
+      const hidden::Place place{tile.row, tile.column, tile.num};
+      const float scale = hidden::inverse_root(h_, row_squares(call, tile.row * p_.row_tiles));
+      hidden::write_out<T>(h_, place, hidden::residual_of<T>(h_, place), scale);
+    });
+  }
+
+ private:
+  // Of the row whose first tile is `first`; NaN if they did not come.
+  __device__ float row_squares(Call& call, int first) {
+    constexpr int kBatch = 8;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < p_.row_tiles; begin += kBatch) {
+      float squares[kBatch];
+      uint32_t missing = pcie::first_bits(min(kBatch, p_.row_tiles - begin));
+      while (missing && !call.over()) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (!(missing >> i & 1u)) continue;
+          const uint64_t entry = pcie::load_device(table_ + first + begin + i);
+          squares[i] = __uint_as_float(static_cast<uint32_t>(entry));
+          if (entry >> 32 == call.epoch()) missing &= ~(1u << i);
+        }
+        if (missing) call.look(slab::Phase::kNormalise, p_.rank, first + begin);
+      }
+      if (missing) return __uint_as_float(0x7fffffffu);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (begin + i < p_.row_tiles) total += squares[i];
+      }
+    }
+    return total;
+  }
+
+  const Params& p_;
+  const hidden::Params& h_;
+  uint64_t* table_;
+  int turn_ = 0;
+};
+
+template <class T, int kAlgorithm, class Epilogue>
+__device__ void sum_over_ranks(const Params& p, Call& call, Epilogue& epilogue) {
   if constexpr (kAlgorithm == slab::kOneShot) {
     pcie::one_shot<T>(p, call, epilogue);
   } else if constexpr (kAlgorithm == slab::kTwoShot) {
@@ -38,23 +110,51 @@ __global__ void __launch_bounds__(pcie::kThreads, 1)
   } else {
     pcie::hierarchical<T, kAlgorithm == slab::kHierarchicalPull>(p, call, epilogue);
   }
+}
+
+template <class T, int kAlgorithm>
+__global__ void __launch_bounds__(pcie::kThreads, 1)
+    allreduce_kernel(const __grid_constant__ Params p) {
+  Call call(p);
+  StoreSum<T> epilogue{p};
+  sum_over_ranks<T, kAlgorithm>(p, call, epilogue);
   call.finish();
 }
 
-using Kernel = void (*)(Params);
+template <class T, int kAlgorithm>
+__global__ void __launch_bounds__(pcie::kThreads, 1)
+    allreduce_norm_kernel(const __grid_constant__ Params p,
+                          const __grid_constant__ hidden::Params h) {
+  Call call(p);
+  Normalise<T> epilogue(p, h);
+  sum_over_ranks<T, kAlgorithm>(p, call, epilogue);
+  epilogue.finish(call);
+  call.finish();
+}
 
-template <class T>
-Kernel allreduce_kernel_of(int32_t algorithm) {
+// f(algorithm as a constant)
+template <class F>
+auto with_algorithm(int32_t algorithm, F&& f) {
   switch (algorithm) {
     case slab::kOneShot:
-      return &allreduce_kernel<T, slab::kOneShot>;
+      return f(std::integral_constant<int, slab::kOneShot>());
     case slab::kTwoShot:
-      return &allreduce_kernel<T, slab::kTwoShot>;
+      return f(std::integral_constant<int, slab::kTwoShot>());
     case slab::kHierarchical:
-      return &allreduce_kernel<T, slab::kHierarchical>;
+      return f(std::integral_constant<int, slab::kHierarchical>());
     default:
-      return &allreduce_kernel<T, slab::kHierarchicalPull>;
+      return f(std::integral_constant<int, slab::kHierarchicalPull>());
   }
+}
+
+template <class T>
+auto allreduce_kernel_of(int32_t algorithm) {
+  return with_algorithm(algorithm, [](auto a) { return &allreduce_kernel<T, decltype(a)::value>; });
+}
+template <class T>
+auto allreduce_norm_kernel_of(int32_t algorithm) {
+  return with_algorithm(algorithm,
+                        [](auto a) { return &allreduce_norm_kernel<T, decltype(a)::value>; });
 }
 
 __global__ void __launch_bounds__(pcie::kThreads) pass_on_kernel(const __grid_constant__ Params p) {
@@ -115,13 +215,31 @@ Params group_params(Group& group, int32_t algorithm, int64_t timeout_ms) {
   return p;
 }
 
-void launch(const char* op, Group& group, Kernel kernel, Params& p, int32_t num_blocks,
-            cudaStream_t stream) {
+template <class... P, class... A>
+void launch(const char* op, Group& group, void (*kernel)(P...), Params& p, int32_t num_blocks,
+            cudaStream_t stream, const A&... more) {
 #if defined(SK_MUTANTS)
   p.host_epoch = group.num_launches++;
 #endif
   const int32_t grid = std::min(num_blocks, p.num_tiles);
-  launch_kernel(op, kernel, dim3(static_cast<unsigned>(grid)), pcie::kThreads, 0, stream, p);
+  launch_kernel(op, kernel, dim3(static_cast<unsigned>(grid)), pcie::kThreads, 0, stream, p,
+                more...);
+}
+
+// The algorithm and the number of blocks for a sum of `bytes`.
+slab::Entry chosen(const char* op, const Group& group, int64_t algorithm, int64_t bytes) {
+  slab::Entry entry = group.entry(static_cast<uint64_t>(bytes));
+  if (algorithm != slab::kAuto) entry.algorithm = static_cast<int32_t>(algorithm);
+  SK_CHECK(entry.algorithm <= slab::kHierarchicalPull, op, "algorithm",
+           "0 to 4 (lossy ones are not on this backend)", algorithm);
+  SK_CHECK(entry.algorithm < slab::kHierarchical || group.attach.island_size > 0, op, "algorithm",
+           "0 to 2: this group has no islands", algorithm);
+  return entry;
+}
+
+// Tiles that one launch carries.
+int32_t capacity_of(const Group& group, int32_t algorithm) {
+  return algorithm == slab::kOneShot ? group.layout.one_shot_tiles : group.layout.two_shot_tiles;
 }
 
 void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, int64_t world_size,
@@ -131,40 +249,93 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   check_cuda_tensor(op, "input", input);
   check_same_device(op, "out", out, input);
   check_allreduce(op, input, out);
-  SK_CHECK(algorithm >= 0 && algorithm <= slab::kHierarchicalPull, op, "algorithm", "0 to 4",
-           algorithm);
+  check_algorithm(op, input, algorithm);
   if (world_size == 1) return copy(op, input, out);
   Group& group = checked_group(op, workspace, input, rank, world_size);
   check_apart(op, "input", input, workspace);
   check_apart(op, "out", out, workspace);
-  SK_CHECK(algorithm < slab::kHierarchical || group.attach.island_size > 0, op, "algorithm",
-           "0 to 2: this group has no islands", algorithm);
-  const int64_t bytes = num_bytes(input);
-  if (bytes == 0) return;
-  const slab::Entry& entry = group.entry(static_cast<uint64_t>(bytes));
-  const int32_t chosen =
-      algorithm == slab::kAuto ? entry.algorithm : static_cast<int32_t>(algorithm);
+  const slab::Entry entry = chosen(op, group, algorithm, num_bytes(input));
+  if (input.numel() == 0) return;
   const DeviceGuard guard(input.get_device_index());
   const cudaStream_t stream = slab::checked_stream(op, group, input.get_device_index());
 
-  Params p = group_params(group, chosen, timeout_ms);
-  const ScalarType dtype = input.scalar_type();
-  const Kernel kernel = dtype == ScalarType::Float      ? allreduce_kernel_of<float>(chosen)
-                        : dtype == ScalarType::BFloat16 ? allreduce_kernel_of<__nv_bfloat16>(chosen)
-                                                        : allreduce_kernel_of<__half>(chosen);
-  const int64_t item = static_cast<int64_t>(input.element_size());
-  const int64_t tile_elements = static_cast<int64_t>(slab::kTileBytes) / item;
-  const int64_t capacity =
-      chosen == slab::kOneShot ? group.layout.one_shot_tiles : group.layout.two_shot_tiles;
+  Params p = group_params(group, entry.algorithm, timeout_ms);
   p.input_aligned = aligned(input.data_ptr());
   p.out_aligned = aligned(out.data_ptr());
-  for (int64_t begin = 0; begin < input.numel(); begin += capacity * tile_elements) {
-    p.input = static_cast<const char*>(input.data_ptr()) + begin * item;
-    p.out = static_cast<char*>(out.data_ptr()) + begin * item;
-    p.row_elements = std::min(capacity * tile_elements, input.numel() - begin);
-    p.num_tiles = p.row_tiles =
-        static_cast<int32_t>((p.row_elements + tile_elements - 1) / tile_elements);
-    launch(op, group, kernel, p, entry.num_blocks, stream);
+  const auto run = [&](auto kernel, int64_t item) {
+    const int64_t tile_elements = static_cast<int64_t>(slab::kTileBytes) / item;
+    const int64_t most = capacity_of(group, entry.algorithm) * tile_elements;
+    for (int64_t begin = 0; begin < input.numel(); begin += most) {
+      p.input = static_cast<const char*>(input.data_ptr()) + begin * item;
+      p.out = static_cast<char*>(out.data_ptr()) + begin * item;
+      p.row_elements = std::min(most, input.numel() - begin);
+      p.num_tiles = p.row_tiles =
+          static_cast<int32_t>((p.row_elements + tile_elements - 1) / tile_elements);
+      launch(op, group, kernel, p, entry.num_blocks, stream);
+    }
+  };
+  switch (input.scalar_type()) {
+    case ScalarType::Float:
+      return run(allreduce_kernel_of<float>(entry.algorithm), 4);
+    case ScalarType::BFloat16:
+      return run(allreduce_kernel_of<__nv_bfloat16>(entry.algorithm), 2);
+    default:
+      return run(allreduce_kernel_of<__half>(entry.algorithm), 2);
+  }
+}
+
+void pcie_allreduce_norm(Tensor input, Tensor residual, Tensor weight, double eps, Tensor out,
+                         std::optional<Tensor> capture, int64_t slot, Tensor workspace,
+                         int64_t rank, int64_t world_size, int64_t timeout_ms, int64_t algorithm) {
+  const char* op = "pcie_allreduce_norm";
+  check_group(op, rank, world_size, timeout_ms);
+  check_cuda_tensor(op, "residual", residual);
+  const HiddenCaptureArgs args =
+      hidden_capture_args(op, input, residual, weight, eps, out, capture, slot, "input");
+  check_contiguous(op, "input", input);
+  check_algorithm(op, input, algorithm);
+  const int64_t num_rows = input.size(0);
+  const int32_t device = input.get_device_index();
+  if (world_size == 1) return hidden_capture_cuda(op, args, num_rows, device);
+  Group& group = checked_group(op, workspace, input, rank, world_size);
+  check_outputs_apart(op, {{"workspace", &workspace}},
+                      {{"input", &input},
+                       {"residual", &residual},
+                       {"weight", &weight},
+                       {"out", &out},
+                       {"capture", given(capture)}});
+  const slab::Entry entry = chosen(op, group, algorithm, num_bytes(input));
+  if (input.numel() == 0) return;
+
+  const int64_t item = static_cast<int64_t>(input.element_size());
+  Params p = group_params(group, entry.algorithm, timeout_ms);
+  p.row_elements = args.hidden;
+  const int64_t row_bytes = args.hidden * item;
+  const int64_t row_tiles = (row_bytes + slab::kTileBytes - 1) / slab::kTileBytes;
+  const int64_t most_tiles =
+      std::min<int64_t>(capacity_of(group, entry.algorithm), slab::kNormEntries);
+  SK_CHECK(row_tiles <= most_tiles, op, "input",
+           "rows of at most " + std::to_string(most_tiles * slab::kTileBytes) +
+               " bytes, which one launch of this algorithm carries",
+           row_bytes);
+  p.row_tiles = static_cast<int32_t>(row_tiles);
+  const int64_t most_rows = most_tiles / row_tiles;
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = slab::checked_stream(op, group, device);
+  const auto run = [&](auto kernel) {
+    for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
+      const int64_t rows = std::min(most_rows, num_rows - begin);
+      p.input = static_cast<const char*>(input.data_ptr()) + begin * row_bytes;
+      p.input_aligned = aligned(p.input) && row_bytes % slab::kPacketBytes == 0;
+      p.num_tiles = static_cast<int32_t>(rows * row_tiles);
+      launch(op, group, kernel, p, entry.num_blocks, stream,
+             hidden::params(rows_from(args, begin)));
+    }
+  };
+  if (args.dtype == Float::kBf16) {
+    run(allreduce_norm_kernel_of<__nv_bfloat16>(entry.algorithm));
+  } else {
+    run(allreduce_norm_kernel_of<float>(entry.algorithm));
   }
 }
 
@@ -234,6 +405,7 @@ void pcie_barrier(Tensor workspace, int64_t rank, int64_t world_size, int64_t ti
 
 SK_CUDA_LIBRARY_IMPL(m) {
   m.impl("pcie_allreduce", TORCH_BOX(&pcie_allreduce));
+  m.impl("pcie_allreduce_norm", TORCH_BOX(&pcie_allreduce_norm));
   m.impl("pcie_all_gather", TORCH_BOX(&pcie_all_gather));
   m.impl("pcie_broadcast", TORCH_BOX(&pcie_broadcast));
   m.impl("pcie_barrier", TORCH_BOX(&pcie_barrier));

@@ -18,12 +18,7 @@
 // blocks of 128 threads are.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
-#include "common/device.cuh"
+#include "common/packet.cuh"
 #include "pcie_allreduce/slab.h"
 
 namespace spec_kernels {
@@ -42,10 +37,6 @@ using slab::Region;
 constexpr int kThreads = kTilePackets;
 // A thread looks at the clock and at the abort word once in so many polls.
 constexpr uint32_t kPollsPerLook = 256;
-
-struct alignas(16) Packet {
-  uint32_t words[4];
-};
 
 struct Params {
   slab::Layout layout;
@@ -114,6 +105,27 @@ __device__ inline uint32_t load_acquire_system(const uint32_t* p) {
 #endif
 }
 
+// A word pair that another block of the own device writes meanwhile: read or written whole.
+__device__ inline uint64_t load_device(const uint64_t* p) {
+#if defined(SK_CUDA_ON_HOST)
+  simt::schedule_point(false);
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#else
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+#endif
+}
+
+__device__ inline void store_device(uint64_t* p, uint64_t v) {
+#if defined(SK_CUDA_ON_HOST)
+  simt::schedule_point(false);
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+#else
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#endif
+}
+
 __device__ inline uint64_t device_nanoseconds() {
 #if defined(SK_CUDA_ON_HOST)
   return simt::nanoseconds();
@@ -130,73 +142,6 @@ __device__ inline void idle() {
   simt::schedule_point(true);
 #endif
 }
-
-// Payload
-
-template <class T>
-constexpr int kPerPacket = kPacketBytes / static_cast<int>(sizeof(T));
-
-template <class T>
-__device__ inline float to_f32(uint32_t bits);
-template <>
-__device__ inline float to_f32<float>(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-template <>
-__device__ inline float to_f32<__nv_bfloat16>(uint32_t bits) {
-  return __uint_as_float(bits << 16);
-}
-template <>
-__device__ inline float to_f32<__half>(uint32_t bits) {
-  const uint16_t low = static_cast<uint16_t>(bits);
-  __half v;
-  memcpy(&v, &low, sizeof(v));
-  return __half2float(v);
-}
-
-template <class T>
-__device__ inline uint32_t to_bits(float v);
-template <>
-__device__ inline uint32_t to_bits<float>(float v) {
-  return __float_as_uint(v);
-}
-template <>
-__device__ inline uint32_t to_bits<__nv_bfloat16>(float v) {
-  const __nv_bfloat16 rounded = __float2bfloat16_rn(v);
-  uint16_t bits;
-  memcpy(&bits, &rounded, sizeof(bits));
-  return bits;
-}
-template <>
-__device__ inline uint32_t to_bits<__half>(float v) {
-  const __half rounded = __float2half_rn(v);
-  uint16_t bits;
-  memcpy(&bits, &rounded, sizeof(bits));
-  return bits;
-}
-
-// The bits of element i of a packet; in place where i is known when this is compiled.
-template <class T>
-__device__ inline uint32_t element(const Packet& packet, int i) {
-  constexpr int kBits = 8 * static_cast<int>(sizeof(T)), kPerWord = 32 / kBits;
-  return packet.words[i / kPerWord] >> i % kPerWord * kBits & (0xffffffffu >> (32 - kBits));
-}
-
-template <class T>
-__device__ inline Packet pack(const float (&values)[kPerPacket<T>]) {
-  Packet packet;
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if constexpr (sizeof(T) == 4) {
-      packet.words[w] = to_bits<T>(values[w]);
-    } else {
-      packet.words[w] = to_bits<T>(values[2 * w]) | to_bits<T>(values[2 * w + 1]) << 16;
-    }
-  }
-  return packet;
-}
-
-__device__ inline Packet filled(uint32_t word) { return {{word, word, word, word}}; }
 
 // What travels must differ from the sentinel. Ranks that read a packet without its travelling do
 // the same, so that all sum the same NaN.
@@ -391,48 +336,30 @@ class Call {
 // to end, so that `out` may be `input`.
 template <class T>
 struct Tile {
-  using Bits = std::conditional_t<sizeof(T) == 1, uint8_t,
-                                  std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
-  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
-
-  int64_t begin;  // of this thread's packet, in elements
-  int num;        // elements in it; none: the tile ends before
-  int packets;    // of the tile
+  int row;
+  int64_t column;  // of this thread's packet
+  int num;         // elements in it; none: the row ends before
+  int packets;     // of the tile
 
   __device__ Tile(const Params& p, int k) {
     constexpr int kElements = kTilePackets * kPerPacket<T>;
-    const int row = k / p.row_tiles, segment = k % p.row_tiles;
-    const int64_t rest = p.row_elements - static_cast<int64_t>(segment) * kElements;
+    row = k / p.row_tiles;
+    const int64_t begin = static_cast<int64_t>(k % p.row_tiles) * kElements;
+    const int64_t rest = p.row_elements - begin;
     const int in_tile = static_cast<int>(rest < kElements ? rest : kElements);
     const int at = static_cast<int>(threadIdx.x) * kPerPacket<T>;
-    begin = row * p.row_elements + static_cast<int64_t>(segment) * kElements + at;
+    column = begin + at;
     num = max(0, min(in_tile - at, kPerPacket<T>));
     packets = (in_tile + kPerPacket<T> - 1) / kPerPacket<T>;
   }
 
-  // Zeros beyond the end.
-  __device__ Packet load(const void* tensor, bool aligned) const {
-    const T* from = static_cast<const T*>(tensor) + begin;
-    if (aligned && num == kPerPacket<T>) return *reinterpret_cast<const Packet*>(from);
-    Packet packet = filled(0);
-#pragma unroll
-    for (int i = 0; i < kPerPacket<T>; ++i) {
-      const uint32_t bits = i < num ? reinterpret_cast<const Bits*>(from)[i] : 0;
-      packet.words[i / kPerWord] |= bits << i % kPerWord * (32 / kPerWord);
-    }
-    return packet;
+  // Of a tensor whose rows follow each other.
+  __device__ Packet load(const Params& p, const void* tensor, bool aligned) const {
+    return load_elements(static_cast<const T*>(tensor) + row * p.row_elements + column, num,
+                         aligned);
   }
-
-  __device__ void store(void* tensor, bool aligned, const Packet& packet) const {
-    T* to = static_cast<T*>(tensor) + begin;
-    if (aligned && num == kPerPacket<T>) {
-      *reinterpret_cast<Packet*>(to) = packet;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kPerPacket<T>; ++i) {
-      if (i < num) reinterpret_cast<Bits*>(to)[i] = static_cast<Bits>(element<T>(packet, i));
-    }
+  __device__ void store(const Params& p, void* tensor, bool aligned, const Packet& packet) const {
+    store_elements(static_cast<T*>(tensor) + row * p.row_elements + column, num, aligned, packet);
   }
 };
 

@@ -363,6 +363,174 @@ def test_a_group_of_one_copies(machine):
         ops.pcie_barrier.default(nothing, 0, 1, 1000)
 
 
+# The fused form
+
+
+def strided(num_rows, hidden, gap, dtype):
+    """Rows with ``gap`` elements between them that nobody may touch."""
+    store = torch.full((num_rows, hidden + gap), 9, dtype=dtype)
+    return store, store[:, :hidden]
+
+
+class FusedCall:
+    """One fused call of all ranks, and the two ops that it must equal bit for bit."""
+
+    def __init__(self, group, rng, num_rows, hidden, dtype, algorithm, **options):
+        g = torch.Generator().manual_seed(rng.randrange(1 << 30))
+        self.group = group
+        self.xs = [
+            revealing(rng, num_rows * hidden, dtype).view(num_rows, hidden)
+            for _ in range(group.world_size)
+        ]
+        self.start = torch.randn(num_rows, hidden, generator=g).to(dtype) * 100
+        self.weight = (1 + 0.2 * torch.randn(hidden, generator=g)).to(dtype)
+        self.ranks = []
+        gap = rng.choice((0, 3, 8))
+        in_place = rng.random() < 0.3
+        for rank, x in enumerate(self.xs):
+            mine = place(x.flatten(), rng.choice((0, 1))).view(num_rows, hidden)
+            residual_store, residual = strided(num_rows, hidden, gap, dtype)
+            residual.copy_(self.start)
+            out_store, out = strided(num_rows, hidden, rng.choice((0, 5)), dtype)
+            out = mine if in_place else out
+            capture = torch.full((num_rows + 1, 3, hidden), 9, dtype=dtype)
+            self.ranks.append((residual_store, residual, out_store, out, capture))
+            group.all_reduce_norm(
+                rank, mine, residual, self.weight, out, capture, 1, algorithm, **options
+            )
+
+    def check(self):
+        ops = self.group.ops
+        want, stream = torch.empty_like(self.start), self.start.clone()
+        capture = torch.full_like(self.ranks[0][-1], 9)
+        total = ordered_sum(self.xs)
+        ops.hidden_capture.default(total, stream, self.weight, 1e-5, want, capture, 1)
+        for residual_store, residual, out_store, out, captured in self.ranks:
+            assert same_bits(residual.contiguous(), stream)
+            assert same_bits(captured, capture)
+            assert same_bits(out.contiguous(), want)
+            hidden = residual.shape[1]
+            assert bool((residual_store[:, hidden:] == 9).all())
+            assert bool((out_store[:, hidden:] == 9).all())
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("hidden", [1, 7, 64, 1000, 2056])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["fp32", "bf16"])
+def test_case_23_fused_is_the_two_ops(machine, make_group, dtype, hidden, algorithm):
+    group = make_group(
+        4, island_size=2, one_shot_bytes=20 << 10, two_shot_bytes=20 << 10, table=table(3)
+    )
+    rng = random.Random(hidden)
+    before = machine.num_launches()
+    calls = [FusedCall(group, rng, n, hidden, dtype, algorithm) for n in (1, 3, 2)]
+    assert machine.num_launches() - before == 3 * 4, "one launch for each rank's call"
+    group.synchronize()
+    for call in calls:
+        call.check()
+    group.assert_at_rest()
+
+
+@pytest.mark.parametrize("slowed", [None, 0, 5])
+def test_case_30_fused_calls_among_others(machine, make_group, slowed):
+    """What corrupted hidden states elsewhere: fused calls back to back, among sums, one rank a call
+    behind."""
+    seed(machine, 9, MAX_STEPS)
+    group = make_group(
+        6, island_size=2, one_shot_bytes=8 << 10, two_shot_bytes=8 << 10, table=table(3)
+    )
+    if slowed is not None:
+        machine.slow(group.devices[slowed], 12)
+    sequence = Sequence(group, 1, (1, 2, 3, 4), (1, 300, 1500))
+    rng = random.Random(0)
+    for i in range(NUM_CALLS // 2):
+        sequence.add()
+        algorithm, hidden = rng.choice((1, 2, 3, 4)), rng.choice((40, 700, 1300))
+        call = FusedCall(group, rng, 1 + i % 3, hidden, DTYPES[i % 2], algorithm)
+        sequence.checks.append(call.check)
+    sequence.finish()
+
+
+def test_case_32_fused_replays(machine, make_group):
+    seed(machine, 5, MAX_STEPS)
+    group = make_group(2, table=table(2))
+    x = [torch.ones(2, 600), torch.ones(2, 600)]
+    residuals = [torch.zeros(2, 600) for _ in x]
+    outs = [torch.full((2, 600), 9.0) for _ in x]
+    with machine.record() as graph:
+        for rank in (0, 1):
+            group.all_reduce_norm(rank, x[rank], residuals[rank], torch.ones(600), outs[rank])
+    for _ in range(5):
+        machine.replay(graph)
+    group.synchronize()
+    for residual, out in zip(residuals, outs, strict=True):
+        assert bool((residual == 10).all()) and bool((out - 1).abs().max() < 1e-6)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_rows_bits_depend_on_the_row_alone(machine, make_group, num_blocks):
+    group = make_group(3, one_shot_bytes=32 << 10, table=table(num_blocks))
+    rng = random.Random(0)
+    xs = [revealing(rng, 5 * 1100, torch.bfloat16).view(5, 1100) for _ in range(3)]
+    residual, weight = torch.randn(5, 1100).bfloat16(), torch.ones(1100).bfloat16()
+
+    def run(rows, algorithm):
+        outs = []
+        for rank, x in enumerate(xs):
+            outs.append(torch.full_like(x[rows], 9))
+            args = x[rows].contiguous(), residual[rows].clone(), weight, outs[-1]
+            group.all_reduce_norm(rank, *args, algorithm=algorithm)
+        group.synchronize()
+        return outs[0]
+
+    whole = run(slice(0, 5), 1)
+    for row in range(5):
+        assert same_bits(run(slice(row, row + 1), 1 + row % 2)[0], whole[row])
+
+
+def test_rows_beyond_the_capacity_take_several_launches(machine, make_group):
+    group = make_group(2, one_shot_bytes=4096, two_shot_bytes=4096, table=table(2))
+    before = machine.num_launches()
+    call = FusedCall(group, random.Random(0), 5, 700, torch.float32, 2)
+    assert machine.num_launches() - before == 2 * 5
+    group.synchronize()
+    call.check()
+    with pytest.raises(RuntimeError, match="input: expected rows of at most 4096 bytes"):
+        FusedCall(group, random.Random(0), 1, 1025, torch.float32, 1)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_case_36_fused_rows_are_poisoned(machine, make_group, algorithm):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(4, island_size=2, one_shot_bytes=8 << 10, table=table(3))
+    rng = random.Random(0)
+    FusedCall(group, rng, 2, 700, torch.float32, algorithm)
+    FusedCall(group, rng, 2, 700, torch.float32, algorithm)
+    group.synchronize()
+    tensors = []
+    for rank in (0, 1, 2):
+        tensors.append([torch.ones(2, 700) for _ in range(3)] + [torch.ones(2, 1, 700)])
+        x, residual, out, capture = tensors[-1]
+        group.all_reduce_norm(
+            rank, x, residual, torch.ones(700), out, capture, algorithm=algorithm, timeout_ms=20
+        )
+    group.synchronize()
+    for _, *written in tensors:
+        assert all(bool(t.isnan().all()) for t in written)
+    assert any("rank 3 did not arrive" in group.check(r) for r in (0, 1, 2))
+
+
+def test_a_fused_group_of_one_is_hidden_capture(machine):
+    ops = getattr(torch.ops, host_build.NAMESPACE)
+    x, residual, weight = torch.randn(2, 50), torch.randn(2, 50), torch.randn(50)
+    want, stream, out, other = (torch.empty_like(x), residual.clone()) * 2
+    ops.hidden_capture.default(x, stream, weight, 1e-5, want, None, 0)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    ops.pcie_allreduce_norm.default(x, other, weight, 1e-5, out, None, 0, nothing, 0, 1, 1000, 0)
+    assert same_bits(out, want) and same_bits(other, stream)
+
+
 # Graphs
 
 

@@ -17,6 +17,7 @@ from spec_kernels.comm.device_group import STATUS_BYTES, VERSION, Attach, declar
 
 NEVER_MS = 1 << 30
 GUARD_BYTES = 256
+EPS = 1e-5
 _devices = itertools.count(1)
 
 
@@ -138,6 +139,24 @@ class Group:
 
     def barrier(self, rank: int, timeout_ms: int = NEVER_MS) -> None:
         self._call("pcie_barrier", rank, timeout_ms=timeout_ms)
+
+    def all_reduce_norm(
+        self,
+        rank: int,
+        x,
+        residual,
+        weight,
+        out,
+        capture=None,
+        slot: int = 0,
+        algorithm: int = 0,
+        timeout_ms: int = NEVER_MS,
+    ) -> None:
+        args = (x, residual, weight, EPS, out, capture, slot, self.slabs[rank], rank)
+        args += (self.world_size, timeout_ms, algorithm)
+        self._in_use += args
+        with self.on(rank):
+            self.ops.pcie_allreduce_norm.default(*args)
 
     def use_stream(self, rank: int, stream: int) -> None:
         error = self.library.spec_kernels_pcie_use_stream(self.slabs[rank].data_ptr(), stream)

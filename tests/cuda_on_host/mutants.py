@@ -47,7 +47,7 @@ MUTANTS = {
     "compact_descending": ("compact", "test_any_path_any_overlap", 0),
     "compact_padding": ("compact", "test_case_05_padding_moves_nothing", 0),
     "hidden_capture_barrier": ("hidden_capture", "test_rows_do_not_depend_on_each_other", 3),
-    "hidden_capture_unrounded": (
+    "hidden_capture_before": (
         "hidden_capture",
         "test_case_23_the_captured_stream_is_the_one_normalised",
         0,
