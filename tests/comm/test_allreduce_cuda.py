@@ -419,7 +419,7 @@ class FusedCall:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=["fp32", "bf16"])
 def test_case_23_fused_is_the_two_ops(machine, make_group, dtype, hidden, algorithm):
     group = make_group(
-        4, island_size=2, one_shot_bytes=20 << 10, two_shot_bytes=20 << 10, table=table(3)
+        4, island_size=2, one_shot_bytes=40 << 10, two_shot_bytes=40 << 10, table=table(3)
     )
     rng = random.Random(hidden)
     before = machine.num_launches()
