@@ -1,8 +1,10 @@
 """The communicator: exact sums on every path, and failure that reaches every rank."""
 
+import ctypes
 import gc
 import os
 import random
+import re
 import signal
 import time
 
@@ -53,8 +55,8 @@ def outcome(comm, call):
         with pytest.raises(RuntimeError) as caught:
             function()
         errors.append(str(caught.value))
-    first, later = (text.split(": ", 2)[2] for text in errors)
-    assert first == later.replace(", in pcie_allreduce", ""), "the first error stays the error"
+    first, later = (re.sub(r", in pcie_\w+", "", text).split(": ", 2)[2] for text in errors)
+    assert first == later, "the first error stays the error"
     return errors[0]
 
 
@@ -303,18 +305,32 @@ def test_counters_wrap_unnoticed(step, policy):
     run(worker, 3, group)
 
 
+def fused(comm, num_rows, hidden):
+    x = torch.ones(num_rows, hidden)
+    return comm.all_reduce_norm(x, x.clone(), torch.ones(hidden), 1e-5)
+
+
+# What a rank does when another fails it: a short sum, one of several steps, the fused ones.
+CALLS = {
+    "sum": ("pcie_allreduce", lambda comm: comm.all_reduce(torch.ones(100))),
+    "steps": ("pcie_allreduce", lambda comm: comm.all_reduce(torch.ones(9000))),
+    "norm": ("pcie_allreduce_norm", lambda comm: fused(comm, 1, 64)),
+    "norm of long rows": ("pcie_allreduce_norm", lambda comm: fused(comm, 2, 5000)),
+}
+
+
+def forever(comm, name):
+    def call():
+        while True:
+            CALLS[name][1](comm)
+
+    return outcome(comm, call)
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
-def test_case_36_killed_rank_is_named_at_once(sig):
-    def worker(comm):
-        x = torch.ones(100)
-
-        def forever():
-            while True:
-                comm.all_reduce(x)
-
-        return outcome(comm, forever)
-
-    with RankGroup(worker, 4, timeout_ms=60_000) as ranks:
+def test_case_36_killed_rank_is_named_at_once(sig, name):
+    with RankGroup(forever, 4, (name,), timeout_ms=60_000, capacity=CAPACITY) as ranks:
         time.sleep(0.3)
         killed = time.monotonic()
         os.kill(ranks.pids[2], sig)
@@ -323,31 +339,63 @@ def test_case_36_killed_rank_is_named_at_once(sig):
     assert outcomes[2].signal == sig
     for rank in (0, 1, 3):
         text = outcomes[rank].value
-        assert f"pcie_allreduce: rank {rank} of 4: rank 2 died (epoch " in text and "phase" in text
+        assert f"{CALLS[name][0]}: rank {rank} of 4: rank 2 died (epoch " in text
+        assert "phase" in text
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_case_36_killed_at_any_moment(seed):
+    """Calls of every kind, a rank killed by itself in the middle of them: all others name it."""
+
+    def worker(comm, victim):
+        draw = random.Random(seed)
+
+        def calls():
+            for i in range(100_000):
+                if comm.rank == victim and i == 20 + seed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                CALLS[draw.choice(list(CALLS))][1](comm)
+                draw.choice((comm.barrier, lambda: comm.all_gather(torch.ones(3000))))()
+
+        return outcome(comm, calls)
+
+    victim = seed % 3
+    policy = list(POLICIES.values())[seed % len(POLICIES)]
+    with RankGroup(worker, 3, (victim,), capacity=CAPACITY, policy=policy) as ranks:
+        outcomes = ranks.wait(TIMEOUT, stop_on_failure=False)
+    for rank, o in enumerate(outcomes):
+        assert o.signal == signal.SIGKILL if rank == victim else f"rank {victim} died" in o.value
+
+
+@pytest.mark.parametrize("name", ["sum", "norm"])
 @pytest.mark.parametrize("policy", ["spinning", "blocks"])
-def test_case_36_stopped_rank_is_named_after_the_timeout(policy):
-    def worker(comm):
-        x = torch.ones(100)
-
-        def forever():
-            while True:
-                comm.all_reduce(x)
-
-        return outcome(comm, forever)
-
-    with RankGroup(worker, 3, timeout_ms=1500, policy=POLICIES[policy]) as ranks:
+def test_case_36_stopped_rank_is_named_after_the_timeout(policy, name):
+    with RankGroup(forever, 3, (name,), timeout_ms=1000, policy=POLICIES[policy]) as ranks:
         time.sleep(0.3)
         os.kill(ranks.pids[1], signal.SIGSTOP)
         with pytest.raises(TimeoutError, match=r"ranks \[1\] still run"):
-            ranks.wait(3, stop_on_failure=False)
+            ranks.wait(2.5, stop_on_failure=False)
         os.kill(ranks.pids[1], signal.SIGCONT)
         outcomes = ranks.wait(TIMEOUT, stop_on_failure=False)
     for o in outcomes:
         text = o.value
         assert "rank 1 did not" in text and "epoch" in text and "phase" in text, text
         assert "ms" in text
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 3, 0, 2)])
+def test_ranks_start_in_any_order(order):
+    """Each binds long after the one before it, and calls at once."""
+
+    def config(rank):
+        time.sleep(0.3 * order.index(rank))
+
+    def worker(comm):
+        return comm.all_reduce(torch.full((700,), 1.0 + comm.rank))[-1].item(), fused(comm, 2, 3)
+
+    total = sum(range(1, len(order) + 1))
+    for summed, normed in run(worker, len(order), config=config):
+        assert summed == total and normed.allclose(torch.ones(2, 3), atol=1e-4)
 
 
 def test_rank_that_never_binds_is_named():
@@ -410,11 +458,6 @@ def test_exception_in_a_with_block_aborts_the_group():
 
     results = run(worker, 3)
     assert all("aborted by rank 1: KeyError: 'layer 7'" in results[r] for r in (0, 2))
-
-
-def fused(comm, num_rows, hidden):
-    x = torch.ones(num_rows, hidden)
-    return comm.all_reduce_norm(x, x.clone(), torch.ones(hidden), 1e-5)
 
 
 MISMATCHES = {
@@ -525,6 +568,66 @@ def test_case_38_nothing_named_nothing_left():
     del ranks, other
     gc.collect()
     assert len(open_segments()) == segments
+
+
+def test_two_groups_interleaved():
+    """Calls of two groups in turns, ranks numbered otherwise; when one fails, the other goes on."""
+    num_calls = 60
+    second = Communicator.create_group(3, capacity=2 * CAPACITY)
+
+    def worker(comm, second):
+        world, draw = comm.world_size, random.Random(5)
+        with second.bind((comm.rank + 1) % world) as other:
+            for i in range(num_calls):
+                for c in draw.sample((comm, other), 2):
+                    num = draw.choice((1, 64, 900, 3000))
+                    parts = list(revealing(num, torch.bfloat16, i)[:world])
+                    assert torch.equal(c.all_reduce(parts[c.rank]), ordered_sum(parts))
+                    normed(c, revealing(2 * 33, torch.float32, i), 2, 33, torch.float32)
+            if other.rank == 1:
+                other.abort("this one only")
+            with pytest.raises(RuntimeError, match="aborted by rank 1: this one only"):
+                other.barrier()
+            return comm.all_reduce(torch.ones(5)).tolist()
+
+    assert run(worker, 3, second, capacity=CAPACITY) == [[3.0] * 5] * 3
+
+
+def in_another_shm(fn, options):
+    """``fn()`` in a process that has a /dev/shm of its own; an OSError's text if it may not."""
+
+    def worker(comm):
+        libc = ctypes.CDLL(None, use_errno=True)
+        new_namespace, private = 0x20000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE
+        for failed in (
+            lambda: libc.unshare(new_namespace),
+            lambda: libc.mount(b"none", b"/", None, private, None),
+            lambda: libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options),
+        ):
+            if failed():
+                return os.strerror(ctypes.get_errno())
+        return fn()
+
+    return run(worker, 1)[0]
+
+
+@pytest.mark.parametrize("options", [b"size=64m", b"size=4k,nr_inodes=1"])
+def test_case_38_the_size_of_dev_shm_does_not_matter(options):
+    """A segment of 80 MiB where /dev/shm has 64, or not room for one file."""
+
+    def worker(comm):
+        x = torch.full((5 << 20,), 1.0 + comm.rank)  # 20 MiB, more than a slot
+        return comm.transport, comm.all_reduce(x).unique().tolist()
+
+    def ranks():
+        size = os.statvfs("/dev/shm")
+        assert size.f_blocks * size.f_frsize <= 64 << 20
+        return launch(worker, 2, capacity=16 << 20, timeout=TIMEOUT)
+
+    outcome = in_another_shm(ranks, options)
+    if isinstance(outcome, str):
+        pytest.skip(f"cannot mount another /dev/shm: {outcome}")
+    assert outcome == [("shared memory", [3.0])] * 2
 
 
 def test_case_38_lack_of_memory_is_an_error_at_the_start():

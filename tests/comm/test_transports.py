@@ -13,7 +13,8 @@ import torch
 from spec_kernels.comm import Communicator, communicator, from_environment
 from spec_kernels.comm.communicator import shared_memory_reason
 from spec_kernels.comm.launch import RankGroup, launch
-from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
+from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS
+from spec_kernels.ops.pcie_allreduce.reference import lossy_sum, ordered_sum
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60
@@ -51,6 +52,21 @@ def in_environment(fn, world_size, *, tell=lambda rank: {}, timeout_ms=20_000, *
             g.stop()
 
 
+def check_norm(comm, parts):
+    """The residual to the bit; its norm is computed by another kernel on each transport."""
+    num = parts[0].numel()
+    hidden = {1: 1, 33: 11}.get(num, 500)
+    x = parts[comm.rank].view(-1, hidden)
+    residual, weight = torch.ones_like(x), torch.full((hidden,), 2.0, dtype=x.dtype)
+    capture = torch.empty(x.shape[0], 1, hidden, dtype=x.dtype)
+    got = comm.all_reduce_norm(x, residual, weight, 1e-5, capture=capture)
+    whole = (ordered_sum(parts).view(-1, hidden).float() + 1).to(x.dtype)
+    assert torch.equal(residual, whole) and torch.equal(capture[:, 0], whole)
+    wide = whole.float()
+    expected = 2 * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.allclose(got.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 def collectives(comm):
     world = comm.world_size
     for num in (0, 1, 33, 20_000):
@@ -59,8 +75,14 @@ def collectives(comm):
             parts = list((torch.randn((world, num), generator=g) * 1000).to(dtype))
             assert torch.equal(comm.all_reduce(parts[comm.rank]), ordered_sum(parts))
             assert torch.equal(comm.all_gather(parts[comm.rank]), torch.stack(parts))
+            if dtype != torch.float16:
+                check_norm(comm, parts)
             x = parts[comm.rank].clone()
             assert torch.equal(comm.broadcast(x, world - 1), parts[-1])
+    parts = list(torch.randn((world, 3, 256), generator=torch.Generator().manual_seed(1)))
+    for algorithm in ("two_shot_fp8", "two_shot_int8"):
+        got = comm.all_reduce(parts[comm.rank], algorithm=algorithm)
+        assert torch.equal(got, lossy_sum(parts, ALGORITHMS[algorithm]))
     flags = comm.all_gather(torch.tensor([[comm.rank % 2 == 0]]))
     assert flags.flatten().tolist() == [r % 2 == 0 for r in range(world)]
     comm.barrier()
@@ -204,6 +226,25 @@ def test_gloo_calls_that_differ_raise_on_all_ranks():
         assert "ranks disagree" in later and later.startswith("pcie_barrier")
 
 
+def test_gloo_algorithms_and_rows_that_differ_raise_on_all_ranks():
+    def worker(comm):
+        with pytest.raises(RuntimeError) as caught:
+            comm.all_reduce(torch.ones(4), algorithm=comm.rank)
+        return str(caught.value)
+
+    for text in gloo(worker, 2):
+        assert "of 4 float32 by algorithm 1" in text and "ranks disagree" in text
+
+    def rows(comm):
+        x = torch.ones((2, 6) if comm.rank else (6, 2))
+        with pytest.raises(RuntimeError) as caught:
+            comm.all_reduce_norm(x, x.clone(), x[0].clone(), 1e-5)
+        return str(caught.value)
+
+    for text in gloo(rows, 2):
+        assert "in rows of 2" in text and "in rows of 6" in text
+
+
 def test_gloo_killed_rank_and_abort():
     def worker(comm, aborts):
         if comm.rank == 1:
@@ -236,6 +277,9 @@ def test_gloo_bad_arguments():
             lambda: comm.all_reduce(torch.ones(2, dtype=torch.int32)),
             lambda: comm.all_reduce(torch.ones(2), torch.ones(3)),
             lambda: comm.broadcast(torch.ones(2), 5),
+            lambda: comm.all_reduce(torch.ones(2), algorithm=9),
+            lambda: comm.all_reduce(torch.ones(2), algorithm="two_shot_fp8"),
+            lambda: comm.all_reduce_norm(torch.ones(2, 3), torch.ones(2, 4), torch.ones(4), 1e-5),
             lambda: comm.all_gather(torch.ones(2, 3).t()),
         ):
             with pytest.raises(ValueError, match="^spec_kernels::"):
