@@ -454,6 +454,13 @@ def _limits(op, name, limit, probs, dtype) -> torch.Tensor:
     if probs.shape[1] < 1:
         fail(op, "probs", "at least one column", list(probs.shape))
     if not isinstance(limit, torch.Tensor):
+        whole = isinstance(limit, int | torch.SymInt) and not isinstance(limit, bool)
+        if whole and not -(1 << 63) <= limit < 1 << 63:
+            fail(op, name, "a number of 64 bits", limit)
+        if dtype == torch.int64 and not whole:
+            fail(op, name, "a whole number or a tensor of them", limit)
+        if not whole and not (isinstance(limit, float | torch.SymFloat) and limit == limit):
+            fail(op, name, "a number or a tensor of them", limit)
         return torch.full((probs.shape[0], 1), limit, dtype=dtype, device=probs.device)
     kinds = {torch.int64: (torch.int32, torch.int64), torch.float32: (torch.float32,)}[dtype]
     check_tensor(op, name, limit, probs.shape[:1], kinds, probs.device)

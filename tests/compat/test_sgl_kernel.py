@@ -741,7 +741,10 @@ def test_renormalising_other_types_and_refusals():
     assert top_k_renorm_prob(torch.zeros(2, 3), 2).eq(0).all()
     for function, limits in (
         (top_k_renorm_prob, (0, -3, torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1, 2]))),
+        (top_k_renorm_prob, (1 << 63, -(1 << 63) - 1, 10**30, 2.5, math.inf, math.nan, True)),
+        (top_k_renorm_prob, ("3", None, torch.tensor([-(1 << 63)]))),
         (top_p_renorm_prob, (torch.tensor([0.5]).double(), torch.tensor([1]))),
+        (top_p_renorm_prob, (math.nan, 10**400, "0.5", None, True)),
     ):
         for limit in limits:
             with pytest.raises(RuntimeError, match=f"{function.__name__}: top_[kp]: expected"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -142,6 +143,33 @@ def test_any_states(backend, data):
     alone = call(outs[:, b : b + 1, n : n + 1], lses[:, b : b + 1, n : n + 1], backend)
     assert_same_bits(alone[0], out[b : b + 1, n : n + 1])
     assert_same_bits(alone[1], lse[b : b + 1, n : n + 1])
+
+
+def digest():
+    """Of the bits that the CPU kernel gives."""
+    found = hashlib.sha256()
+    for dtype, parts in itertools.product(DTYPES, (1, 2, 7, 130)):
+        for t in call(*make(parts, dim=37, dtype=dtype, empty=0.2, seed=parts), "cpu"):
+            found.update(t.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@needs_kernel
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(isa):
+    if isa not in ("plain", _library.cpu_isa()) and _library.cpu_isa() != "avx512":
+        pytest.skip(f"this CPU has {_library.cpu_isa()}")
+    here = Path(__file__).resolve().parent
+    folders = (here.parents[1], here.parent, here)
+    env = {
+        **os.environ,
+        "SPEC_KERNELS_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    code = "import test_merge_states as t\nprint(t._library.cpu_isa(), t.digest())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [isa, digest()]
 
 
 def test_nan_shows_in_its_row_alone(dtype, backend):

@@ -439,6 +439,36 @@ def test_a_row_has_the_same_bits_alone_and_in_company(form, backend):
     same_bits((t.flip(0) for t in flipped.run(backend)), (out, lse))
 
 
+def test_a_wider_table_costs_no_scratch(interpreted, backend, monkeypatch):
+    """Bytes follow the split rule, not the blocks of keys that a table could hold, and nothing of
+    it shows in the result."""
+    problem = make(contexts=(150, 3), num_nodes=3, heads=2, kv_heads=1, page=64)
+    right, allocated = problem.run(backend), []
+    empty = torch.empty
+
+    def recorded(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        allocated.append(made.nbytes)
+        return made
+
+    of_width = {}
+    for columns in (4, 128, 1024, 1 << 14):
+        tables = torch.full((2, columns), -1)
+        tables[:, : problem.tables.shape[1]] = problem.tables
+        wide = problem.replace(tables=tables)
+        allocated.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", recorded)
+            got = wide.run(backend)
+        same_bits(got, right)
+        of_width[columns] = sum(allocated)
+        v_dim = problem.v.shape[-1]
+        sizes = schedule.scratch_sizes(2 * 3 * 2, columns * 64, 1, v_dim)
+        assert of_width[columns] == 4 * sum(sizes)
+    place = 2 * 3 * 2 * (problem.v.shape[-1] + 2) * 4
+    assert [n / place for n in of_width.values()] == [4, 64, 129, 129]
+
+
 @FORMS
 def test_the_size_of_the_grid_does_not_show(form, num_programs, backend):
     sizes = dict(num_nodes=3, heads=2, kv_heads=1)

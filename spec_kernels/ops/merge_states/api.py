@@ -31,10 +31,11 @@ def merge_states(
     ``out = sum_i exp(lses[i]) outs[i] / sum_i exp(lses[i])`` and ``lse = log sum_i exp(lses[i])``
     (the associative merge of softmax states, as in Milakov and Gimelshein, arXiv 1805.02867). Parts
     are added in the order 0, 1, 2, ... in fp32, relative to the greatest LSE so far, and the result
-    is rounded once, so ranks that hold the same parts compute the same bits. A part whose LSE is
-    -inf saw nothing and is not looked at: merging it changes no bit, and of such parts alone the
-    result is 0 and -inf. An LSE that is NaN or +inf makes its row NaN, ``lse`` included; an element
-    of a part that is not finite makes that element of the result NaN, whatever the part's weight.
+    is rounded once, so ranks that hold the same parts compute the same bits, on the CPU with any
+    instruction set. A part whose LSE is -inf saw nothing and is not looked at: merging it changes
+    no bit, and of such parts alone the result is 0 and -inf. An LSE that is NaN or +inf makes its
+    row NaN, ``lse`` included; an element of a part that is not finite makes that element of the
+    result NaN, whatever the part's weight.
 
     Args:
         outs: ``[S <= 1024, B, N, H, D]`` float32, bfloat16 or float16: normalised partial outputs,

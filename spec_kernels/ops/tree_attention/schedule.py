@@ -77,6 +77,18 @@ def max_splits(capacity: int, num_words: int) -> int:
         size, splits = 2 * size, min(2 * splits, MAX_SPLITS)
 
 
+def scratch_sizes(num_rows: int, capacity: int, num_words: int, v_dim: int) -> tuple[int, int]:
+    """Floats in which the splits of ``num_rows = B * N * H`` rows leave their partial results:
+    values; a maximum and a sum for each.
+
+    A row has a place for each split that the table's ``capacity`` positions admit by the split
+    rule, not for each block of keys: at most 33 up to 2k and a path, 65 up to 8k, and above 32k 129
+    whatever the capacity. Who knows that no request is longer passes fewer columns of the table.
+    """
+    splits = max_splits(capacity, num_words)
+    return (0, 0) if splits == 1 else (num_rows * splits * v_dim, num_rows * splits * 2)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the splits of a request are cut: ``[first, shared_begin)`` by node, then

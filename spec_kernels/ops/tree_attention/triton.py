@@ -16,10 +16,10 @@ slot stands at which position. ``schedule`` has the same rules in Python. The gr
 device alone; every program derives the list of items from ``context_lens`` and takes every
 ``num_programs``-th, so nothing costs more because a table is wider or a batch is padded.
 
-**Scratch.** Each (row, split) leaves its weighted values, its maximum and its sum in fp32:
-``B * N * H * max_splits * (Dv + 2) * 4`` bytes, ``max_splits`` from the table's width
-(``schedule.max_splits``). Only the part that is in use is ever touched. Where the capacity allows
-one split alone, there is no scratch and no second launch.
+**Scratch.** Each (row, split) leaves its weighted values, its maximum and its sum in fp32
+(``schedule.scratch_sizes``). How many splits there can be follows the split rule, so from 32k
+positions on a wider table costs nothing; only the part that is in use is ever touched. Where the
+capacity allows one split alone, there is no scratch and no second launch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from spec_kernels.ops.tree_attention.schedule import (
     attention_tile,
     max_splits,
     padded,
+    scratch_sizes,
 )
 from spec_kernels.ops.tree_attention.shards import ContextShard
 from spec_kernels.ops.tree_attention.splits import FIRST_SPLITS, KEY_BLOCK, MAX_SPLITS
@@ -734,9 +735,8 @@ def _launch(
     if direct:
         values = sums = lse
     else:
-        places = num_rows * num_splits
-        values = torch.empty(places * v_dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(places * 2, dtype=torch.float32, device=q.device)
+        sizes = scratch_sizes(num_rows, capacity, num_words, v_dim)
+        values, sums = (torch.empty(n, dtype=torch.float32, device=q.device) for n in sizes)
     if fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     has_sinks = sinks is not None and shard_index == 0
