@@ -143,6 +143,7 @@ class Settings:
             with.
         share_device: several ranks on one device, for correctness on a machine with one.
         fallback: name of the backend that takes messages beyond the selection, or None.
+        verify: whether pairs are tried with data.
     """
 
     one_shot_bytes: int
@@ -151,6 +152,7 @@ class Settings:
     timeout_ms: int
     share_device: bool
     fallback: str | None
+    verify: bool
 
     def __post_init__(self) -> None:
         for name in ("one_shot_bytes", "two_shot_bytes"):
@@ -280,6 +282,7 @@ class DeviceGroup:
                 timeout_ms,
                 share_device,
                 None if fallback is None else str(fallback.name()),
+                verify,
             )
             return self._allocate(device, platform)
 

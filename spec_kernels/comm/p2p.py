@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from spec_kernels.comm.cuda_driver import Device, DeviceName, Driver
@@ -223,7 +223,7 @@ _NUM_ROUNDS = 2  # in the second, what stands there still is the first one's
 
 def _seed(round_: int, source: int, target: int) -> int:
     """Of a pattern: another one for each round and pair."""
-    return (0x51ED2705 * (1 + 64 * round_ + 8 * source + target)) & 0xFFFFFFFF
+    return (0x51ED2705 * (1 + 4096 * round_ + 64 * source + target)) & 0xFFFFFFFF
 
 
 def verify(
@@ -233,6 +233,7 @@ def verify(
     slabs: Sequence[int],
     share_bytes: int,
     timeout_ms: int = VERIFY_TIMEOUT_MS,
+    unreachable: Mapping[tuple[int, int], str] | None = None,
 ) -> Steps[PeerReport]:
     """Tries all pairs with data: every rank runs these steps at the same time (``meeting``).
 
@@ -245,7 +246,9 @@ def verify(
         device: this rank's.
         slabs: memory of every rank as mapped here, ``len(slabs) * share_bytes`` each, overwritten.
             Part s of a slab belongs to rank s.
+        unreachable: why rank i must not touch rank j's memory, by (i, j), the same on all ranks.
     """
+    unreachable = unreachable or {}
     num, ranks = min(share_bytes, VERIFY_BYTES) // _PACKET_BYTES, range(len(slabs))
     peers = [r for r in ranks if r != rank]
     with contextlib.ExitStack() as stack:
@@ -263,14 +266,15 @@ def verify(
 
         def send(round_: int) -> None:
             for target in ranks:  # its own part is what peers load
-                worker[0].call("fill", part(target, rank), num, _seed(round_, rank, target))
+                if (rank, target) not in unreachable:
+                    worker[0].call("fill", part(target, rank), num, _seed(round_, rank, target))
             worker[0].call("wait")
 
         def expect(round_: int) -> list[list[str | None]]:
             """Why not: [what of each rank's stores, what of the loads from it]."""
-            sources = [(part(rank, s), s, rank) for s in peers] + [
-                (part(s, s), s, s) for s in peers
-            ]
+            sources = [(part(rank, s), s, rank) for s in peers if (s, rank) not in unreachable]
+            num_stores = len(sources)
+            sources += [(part(s, s), s, s) for s in peers if (rank, s) not in unreachable]
             for k, (address, source, target) in enumerate(sources):
                 seeds = _seed(round_, source, target), _seed(round_ - 1, source, target)
                 record = worker[0].place(k * _NUM_BLOCKS)
@@ -280,12 +284,13 @@ def verify(
             for k, (_, source, _) in enumerate(sources):
                 blocks = worker[0].read(k * _NUM_BLOCKS, _NUM_BLOCKS)
                 counts = [sum(column) for column in zip(*blocks, strict=True)]
-                found[k // len(peers)][source] = _reason(counts, timeout_ms)
+                found[k >= num_stores][source] = _reason(counts, timeout_ms)
             return found
 
         what = "verifying peer access"
         names = yield from stage(what, start)
-        report = PeerReport(names, *([[None] * len(slabs) for _ in ranks] for _ in range(2)))
+        known = [[unreachable.get((i, j)) for j in ranks] for i in ranks]
+        report = PeerReport(names, known, [row[:] for row in known])
         for round_ in range(_NUM_ROUNDS):
             yield from stage(what, lambda r=round_: send(r))
             found = yield from stage(what, lambda r=round_: expect(r))
@@ -377,15 +382,12 @@ class Links:
         return [GpuId(name.uuid, name.pci) for name in self.names]
 
     def verify(self, timeout_ms: int = VERIFY_TIMEOUT_MS) -> PeerReport:
-        """``p2p.verify`` of the pairs that have peer access; ``reasons`` stand for the others."""
+        """``p2p.verify``; for pairs without peer access, ``reasons``."""
         num = len(self.names)
-        if self.reasons:
-            reasons = [[self.reasons.get((i, j)) for j in range(num)] for i in range(num)]
-            return PeerReport([str(n) for n in self.names], reasons, [row[:] for row in reasons])
         share = min(self._num_bytes // num, VERIFY_BYTES) // _PACKET_BYTES * _PACKET_BYTES
         return run_together(
             [
-                verify(self._library, device, rank, self._buffers, share, timeout_ms)
+                verify(self._library, device, rank, self._buffers, share, timeout_ms, self.reasons)
                 for rank, device in enumerate(self._devices)
             ]
         )[0]

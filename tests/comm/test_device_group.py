@@ -107,6 +107,15 @@ def test_structures_are_those_of_the_header(tmp_path):
     assert told[7:] == [getattr(device_group.Attach, name).offset for name in fields]
 
 
+def test_ranks_that_meet_through_gloo(platform):
+    def worker(comm):
+        assert comm.transport.startswith("gloo")
+        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL) as group:
+            return group.all_reduce(torch.ones(3)).tolist()
+
+    assert run(worker, 2, transport="gloo") == [[2.0] * 3] * 2
+
+
 # What devices fail at, and what the ranks are told
 
 
@@ -166,6 +175,7 @@ def test_a_rank_without_a_driver_tells_the_others(platform, fake):
     [
         (lambda rank: dict(one_shot_bytes=4096 * (1 + rank // 2)),
          "one_shot_bytes: rank 0 has 4096, rank 2 has 8192"),
+        (lambda rank: dict(verify=rank == 0), "verify: rank 0 has True, rank 1 has False"),
         (lambda rank: dict(timeout_ms=1000 + rank), "timeout_ms: rank 0 has 1000, rank 1 has 1001"),
         (lambda rank: dict(selection=Selection((Choice(1 << 20, "one_shot", 1 + rank),))),
          "selection: rank 0 has "),

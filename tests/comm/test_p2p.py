@@ -110,7 +110,9 @@ def test_stores_that_stop_arriving_are_told_apart(machine, fake, monkeypatch):
 def test_pairs_that_the_driver_denies_are_reported_and_not_measured(machine, fake):
     fake.link(0, 1, fake_driver.REFUSED)
     with links(machine, fake, 3) as tried:
-        assert tried.verify().write[0] == [None, "the driver says that it cannot", None]
+        report = tried.verify()
+        assert report.write == [[None, "the driver says that it cannot", None], *[[None] * 3] * 2]
+        assert report.read == report.write
         table = tried.measure()
     assert table.pair_write_gb_s[0][1] is None and table.pair_write_gb_s[1][0] > 0
     assert table.flag_us[0][1] is table.flag_us[1][0] is None and table.flag_us[0][2] > 0
