@@ -405,3 +405,22 @@ def test_collectives_are_captured(gpu_check, local_ranks):
 def test_a_missing_rank_is_told(gpu_check, local_ranks, monkeypatch):
     monkeypatch.setattr(gpu_check, "MISSING_MS", 20)
     assert "rank 2 did not arrive" in gpu_check.missing_rank(local_ranks)["detail"]
+
+
+def test_collectives_are_checked(gpu_check, local_ranks):
+    row = gpu_check.check_collectives(4, local_ranks, (5, 700), ((2, 40),))
+    said = row["detail"].split(", ")
+    exact = ["one_shot", "two_shot", "hierarchical", "hierarchical_pull"]
+    assert said[:4] == exact and [f"fused {name}" for name in exact] == said[4:8]
+    assert said[8:] == ["0 bytes", "3 bytes", "100000 bytes"]
+
+
+def test_collectives_are_timed(gpu_check, local_ranks):
+    def measure(replay_of):
+        replay_of(2)()
+        return 2.0
+
+    rows = list(gpu_check.time_allreduce(local_ranks, measure, (1, 3), 40, 4))
+    assert [r["bytes"] for r in rows] == [80] * 4 + [240] * 4 + [80]
+    assert {r["times faster"] for r in rows[:-1]} == {1.0}
+    assert rows[0]["what"] == "4 ranks on one device, one_shot" and rows[-1]["us"] > 0

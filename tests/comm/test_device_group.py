@@ -313,6 +313,33 @@ def test_hundreds_of_calls_of_every_algorithm(world_size, platform):
     assert run(worker, world_size) == [True] * world_size
 
 
+def test_the_fused_form_is_the_two_ops(platform, monkeypatch):
+    """Through the communicator, which gives the group what is on its device."""
+    monkeypatch.setattr(DeviceGroup, "takes", lambda self, x: x.dtype == torch.bfloat16)
+
+    def worker(comm):
+        comm.attach_device(comm.rank, platform=platform, selection=choices(4), **SMALL)
+        for rows, algorithm in ((1, "auto"), (3, "two_shot"), (2, "hierarchical")):
+            parts = [p.view(rows, 70) for p in revealing(70 * rows, torch.bfloat16, rows)[:4]]
+            g = torch.Generator().manual_seed(rows)
+            residual = torch.randn(rows, 70, generator=g).bfloat16()
+            weight = torch.rand(70, generator=g).bfloat16()
+            capture = torch.zeros(rows, 2, 70, dtype=torch.bfloat16)
+            apart, captured = residual.clone(), capture.clone()
+            out = comm.all_reduce_norm(
+                parts[comm.rank], residual, weight, 1e-5, capture=capture, slot=1,
+                algorithm=algorithm,
+            )  # fmt: skip
+            want = torch.empty_like(out)
+            summed = ordered_sum(parts)
+            platform.ops.hidden_capture.default(summed, apart, weight, 1e-5, want, captured, 1)
+            assert torch.equal(out, want) and torch.equal(residual, apart)
+            assert torch.equal(capture, captured)
+        comm.close()
+
+    run(worker, 4)
+
+
 def test_two_groups_interleaved(platform):
     """Of one communicator and of two; each keeps its own epochs and slabs."""
     other = Communicator.create_group(2)
@@ -405,6 +432,10 @@ def test_a_fallback_takes_longer_messages(platform, machine, tmp_path):
             assert machine.num_launches() == before
             assert group.all_reduce(x[:100]).eq(3).all()
             assert machine.num_launches() == before + 1
+            rows, residual, weight = x[None].clone(), torch.ones(1, 101), torch.ones(101)
+            normed = group.all_reduce_norm(rows, residual, weight, 0.0)
+            assert residual.eq(4).all() and normed.allclose(torch.ones(1, 101))
+            assert rows.eq(1 + comm.rank).all() and machine.num_launches() == before + 2
         distributed.destroy_process_group()
 
     run(worker, 2)

@@ -51,6 +51,7 @@ def test_the_checks_pass_right_kernels(local, num_ranks):
     assert len(exact) == (4 if num_ranks == 4 else 2)
     sums = collectives.check_sums(ranks, (0, 5, 300), exact, (torch.bfloat16,))
     assert list(sums) == exact
+    assert list(collectives.check_fused(ranks, ((3, 70),), dtypes=(torch.bfloat16,))) == exact
     assert list(collectives.check_moves(ranks, (0, 3, 5000))) == [
         "0 bytes",
         "3 bytes",
