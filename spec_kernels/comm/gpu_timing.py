@@ -206,9 +206,15 @@ def group_topology(report: Report, num_ranks: int | None) -> Topology:
 
 
 def key_of(report: Report, topology: Topology) -> Key:
-    """What a table for the ranks of ``topology`` is kept under."""
+    """What a table for the ranks of ``topology`` is kept under.
+
+    ValueError for a GPU that no driver gave a UUID: a cache may be shared by several machines.
+    """
     from spec_kernels import __version__
 
+    unnamed = [gpu.pci for gpu in topology.gpus if not gpu.uuid]
+    if unnamed:
+        raise ValueError(f"no UUID is known of GPU {', '.join(unnamed)} (is NVML there?)")
     ranks = range(topology.num_ranks)
     paths = ("/".join(v.name for v in reversed(topology.ancestors(r))) for r in ranks)
     driver = report.nvml.driver or report.machine.driver or "unknown"
@@ -218,7 +224,7 @@ def key_of(report: Report, topology: Topology) -> Key:
 
 
 def _devices(topology: Topology) -> list[str]:
-    return [gpu.uuid or gpu.pci for gpu in topology.gpus]
+    return [gpu.uuid for gpu in topology.gpus]
 
 
 def _tune_rank(comm, devices, key: Key, make_clock, options: dict) -> dict:

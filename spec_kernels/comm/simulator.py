@@ -237,7 +237,7 @@ class Box:
         capacities that are known by other means and win.
 
         Raises:
-            ValueError: the two do not have the same number of GPUs.
+            ValueError: the two do not have the same number of GPUs, or something moved nothing.
         """
         num = topology.num_ranks
         if len(measured.gpus) != num:
@@ -259,11 +259,18 @@ class Box:
                 for j, value in enumerate(row):
                     if i != j and value is not None:
                         ends = (j, i) if kind == "read" else (i, j)
+                        if value == 0:
+                            raise ValueError(
+                                f"Box: measurements: expected all above 0, got 0 for GPU {i} and "
+                                f"GPU {j}"
+                            )
                         table[(*ends, kind) if table is pairs else ends] = value
         links = dict(links_gb_s or {})
         alone = [rate for (_, _, kind), rate in pairs.items() if kind == "write"]
         if alone:
             links.setdefault("gpu_port", max(alone))
+        if any(0 in (f.write, f.read) for f in measured.flows):
+            raise ValueError("Box: measurements: expected flows above 0 GB/s, got 0")
         costs = Costs()
         seen = _Seen(topology, measured.flows)
         if seen.uplink is not None:
@@ -377,11 +384,13 @@ def simulate(box: Box, schedule: Schedule, start_us: Sequence[float] | None = No
         start_us: when each rank's kernel is launched; 0 for all when None.
 
     Raises:
-        ValueError: the box has fewer ranks than the schedule.
+        ValueError: the box has fewer ranks than the schedule, or ``start_us`` not one for each.
     """
     num = schedule.num_ranks
     if num > box.num_ranks:
         raise ValueError(f"simulate: box {box.name} has {box.num_ranks} ranks, expected {num}")
+    if start_us is not None and len(start_us) != num:
+        raise ValueError(f"simulate: start_us: expected {num} times, got {len(start_us)}")
     costs, transfers = box.costs, schedule.transfers
     begun = [start + costs.launch_us for start in (start_us or [0.0] * num)]
     finished = list(begun)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import statistics
 import sys
 import tempfile
@@ -190,8 +191,12 @@ def load(key: Key, directory: Path | None = None, warn: Warn = to_stderr) -> Sel
     """The table kept for ``key``; None if there is none, or (with a warning) none that is sound."""
     try:
         path = cache_path(key, directory)
-        with open(path, "rb") as f:
-            if os.fstat(f.fileno()).st_uid != os.geteuid():
+        # A pipe in its place must not make this wait.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
+            about = os.fstat(f.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError("it is no regular file")
+            if about.st_uid != os.geteuid():
                 raise ValueError("it belongs to another user")
             text = f.read(_MAX_FILE_BYTES + 1)
         if len(text) > _MAX_FILE_BYTES:

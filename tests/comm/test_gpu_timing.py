@@ -166,6 +166,12 @@ def test_the_key_names_devices_places_and_driver():
     assert two.digest != key.digest
 
 
+def test_a_gpu_without_a_name():
+    report = report_of(["GPU-a", ""])
+    with pytest.raises(ValueError, match="no UUID is known of GPU 0000:13:00.0"):
+        key_of(report, report.topology)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 5, 0, -1])
 def test_ranks_that_are_not_there(num_ranks):
     with pytest.raises(ValueError, match="expected 2 to 4 GPUs of this machine"):

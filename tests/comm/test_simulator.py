@@ -275,6 +275,8 @@ def test_a_late_rank_holds_up_all():
     punctual = simulate(ASUS, schedule)
     late = simulate(ASUS, schedule, [0.0] * 7 + [500.0])
     assert min(late.rank_us) > 500 > max(punctual.rank_us)
+    with pytest.raises(ValueError, match="start_us: expected 8 times, got 2"):
+        simulate(ASUS, schedule, [0.0, 0.0])
 
 
 def test_ranks_of_the_box_may_be_chosen():
@@ -398,3 +400,18 @@ def test_measurements_of_other_gpus_are_refused():
     two = LinkMeasurements([GpuId("GPU-0", "0000:00:00.0"), GpuId("GPU-1", "0000:01:00.0")])
     with pytest.raises(ValueError, match="expected 8 GPUs as in the topology, got 2"):
         Box.from_measurements(ASUS.topology, two)
+
+
+@pytest.mark.parametrize("name", ["pair_write_gb_s", "pair_read_gb_s", "flag_us", "read_128b_us"])
+def test_a_pair_that_moves_nothing_is_refused(name):
+    links = measured(ASUS)
+    getattr(links, name)[2][5] = 0.0
+    with pytest.raises(ValueError, match="expected all above 0, got 0 for GPU 2 and GPU 5"):
+        Box.from_measurements(ASUS.topology, links)
+
+
+def test_flows_that_move_nothing_are_refused():
+    links = measured(ASUS)
+    links.flows.append(FlowMeasurement(((0, 1), (0, 2)), write=0.0))
+    with pytest.raises(ValueError, match="flows above 0"):
+        Box.from_measurements(ASUS.topology, links)

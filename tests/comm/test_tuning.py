@@ -220,6 +220,13 @@ def test_what_cannot_be_read_or_written(tmp_path, said):
     )
 
 
+def test_a_pipe_in_its_place(tmp_path, said):
+    os.mkfifo(cache_path(KEY, tmp_path))
+    assert load(KEY, tmp_path, said.append) is None and "no regular file" in said[0]
+    store(KEY, TABLE, tmp_path, said.append)
+    assert load(KEY, tmp_path, said.append) == TABLE and len(said) == 1
+
+
 def test_someone_elses_file_is_ignored(tmp_path, said, monkeypatch):
     store(KEY, TABLE, tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
