@@ -24,7 +24,8 @@ from spec_kernels.comm.selection import Selection
 from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
 
 TIMEOUT = 120
-SMALL = dict(one_shot_bytes=4 << 10, two_shot_bytes=8 << 10)
+# Trying peers with data takes longest here, and has tests of its own.
+SMALL = dict(one_shot_bytes=4 << 10, two_shot_bytes=8 << 10, verify=False)
 REASON = host_build.missing() or shared_memory_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no emulated ranks: {REASON}")
 
@@ -59,7 +60,9 @@ def revealing(num, dtype, seed):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_ranks_in_processes_sum_on_their_devices(world_size, platform, fake):
     def worker(comm):
-        with DeviceGroup(comm, comm.rank, platform=platform, **SMALL) as group:
+        options = SMALL | dict(verify=True)
+        with DeviceGroup(comm, comm.rank, platform=platform, **options) as group:
+            assert world_size == 1 or group.links.sound
             for num in (0, 1, 7, 100, 1023):
                 parts = list(revealing(num, torch.bfloat16, num)[:world_size])
                 got = group.all_reduce(parts[comm.rank])
@@ -162,6 +165,43 @@ def test_what_fails_on_one_rank_raises_on_all(call, platform, fake):
         assert f"{call}(" in error and "CUDA_ERROR_OUT_OF_MEMORY" in error, error
         assert ("rank 1: " in error) == (rank != 1)
         assert (held, violations) == (0, 0)
+
+
+def test_failures_anywhere_raise_on_all_and_leave_nothing(platform, fake):
+    """One call of the driver's on one rank, wherever it happens to be; or none, and all is well."""
+    calls = (
+        "cuMemAlloc_v2", "cuMemHostAlloc", "cuMemHostGetDevicePointer_v2", "cuMemsetD8_v2",
+        "cuCtxSynchronize", "cuDevicePrimaryCtxRetain", "cuDeviceCanAccessPeer",
+        "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuDeviceGetPCIBusId",
+    )  # fmt: skip
+
+    def worker(comm):
+        made = 0
+        for trial in range(40):
+            rng = random.Random(trial)
+            rank, call, after = rng.randrange(3), rng.choice(calls), rng.randrange(4)
+            if comm.rank == rank:
+                fake.fail(call, 2, after)
+            failed = False
+            try:
+                group = DeviceGroup(
+                    comm, comm.rank, platform=platform, **SMALL | dict(verify=trial % 8 == 0)
+                )
+            except RuntimeError:
+                failed = True
+            fake.fail(call, 2, 1 << 30)
+            everywhere = comm.exchange(failed)
+            assert len(set(everywhere)) == 1, (trial, rank, call, after, everywhere)
+            if not failed:
+                made += 1
+                assert group.all_reduce(torch.ones(3)).eq(3).all()
+                group.close()
+            assert (fake.held(), fake.violations()) == (0, 0), (trial, rank, call, after)
+            comm.barrier()
+        return made
+
+    (made,) = set(run(worker, 3))
+    assert 5 < made < 35
 
 
 def test_a_rank_without_a_driver_tells_the_others(platform, fake):
@@ -272,7 +312,7 @@ def test_peer_access_that_is_claimed_but_loses_data_is_found(kind, stores, loads
     def prepare(comm):
         fake.link(2, 0, kind)
 
-    errors = attempt(3, platform, prepare)
+    errors = attempt(3, platform, prepare, verify=True)
     expect_on_all(errors, "peer access fails when tried with data", "rank 2 (GPU-20212223", stores)
     (text,) = set(errors)
     assert text.count("stores to") == 1 and "stores to rank 0" in text
@@ -349,7 +389,7 @@ def test_two_groups_interleaved(platform):
             options = [dict(one_shot_bytes=4096), dict(two_shot_bytes=4096), {}]
             comms = [comm, comm, second]
             groups = [
-                DeviceGroup(c, comm.rank, platform=platform, **SMALL | o)
+                DeviceGroup(c, comm.rank, platform=platform, **(SMALL | o))
                 for c, o in zip(comms, options, strict=True)
             ]
             for k in range(40):
