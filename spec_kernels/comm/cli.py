@@ -270,7 +270,7 @@ def _run(what: str, args: argparse.Namespace, run) -> int:
     except RankError as error:
         print(f"spec-kernels {what}: rank {error.rank}: {error.message}", file=sys.stderr)
         return 1
-    except (_CannotRun, OSError, ValueError) as error:
+    except (_CannotRun, OSError, RecursionError, ValueError) as error:
         print(f"spec-kernels {what}: {error}", file=sys.stderr)
         return 2
 

@@ -104,7 +104,13 @@ class LinkMeasurements:
                 for f in data.pop("flows", [])
             ]
             return LinkMeasurements(gpus, flows=flows, **data)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            TypeError,
+            json.JSONDecodeError,
+        ) as error:
             raise ValueError(
                 f"LinkMeasurements: expected what to_json wrote, got {type(error).__name__}: "
                 f"{error}"

@@ -100,6 +100,8 @@ def test_bad_arguments(run, command, argv, text):
         ("[]", "LinkMeasurements"),
         ('{"gpus": [{"uuid": "a"}]}', "LinkMeasurements"),
         (links(2, flows=[]).to_json().replace("50.0", "-50.0"), "LinkMeasurements"),
+        ('{"gpus": [], "flows": [{"flows": [[Infinity, 0]]}]}', "LinkMeasurements"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_bad_files(run, tmp_path, content, text):
