@@ -340,14 +340,22 @@ def _bench_allreduce(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, tokens):
     """(title, rows) of this machine."""
+    from torch.distributed import is_nccl_available
+
     from spec_kernels.comm.bench import measured_on_cpu
     from spec_kernels.comm.gpu_timing import gpus_here, measured_on_gpus
     from spec_kernels.comm.policy import num_cores
 
     report = "--cpu" if args.cpu else gpus_here()
     if not isinstance(report, str):
-        rows = measured_on_gpus(report, [2 * args.hidden * n for n in tokens], args.ranks)
-        return f"{rows[0].num_ranks} GPUs of this machine, {report.nvml.gpus[0].name}", rows
+        sizes = [2 * args.hidden * n for n in tokens]
+        title = f"GPUs of this machine, {report.nvml.gpus[0].name}"
+        if is_nccl_available():
+            rows = measured_on_gpus(report, sizes, args.ranks)
+        else:
+            title += "; NCCL: unsupported, this torch has none"
+            rows = measured_on_gpus(report, sizes, args.ranks, make_rival=None)
+        return f"{rows[0].num_ranks} {title}", rows
     ranks = 8 if args.ranks is None else args.ranks
     if ranks < 2 or args.rounds < 1 or args.calls < 1:
         raise _CannotRun("expected at least 2 ranks, 1 round and 1 call")

@@ -247,13 +247,15 @@ def tune_on_gpus(
 
 def _bench_rank(comm, devices, island_size, listener, sizes, make_clock, make_rival) -> list:
     with make_clock(comm, devices[comm.rank], island_size) as clock:
-        rival = make_rival(comm, listener, clock.group(DEFAULT_BLOCKS).device)
+        device = clock.group(DEFAULT_BLOCKS).device
+        rival = make_rival and make_rival(comm, listener, device)
         results = []
         for size in sizes:
-            theirs = rival.times(clock.timer, size)
+            theirs = rival.times(clock.timer, size) if rival else None
             for name in algorithms_for(comm.world_size, island_size):
                 results.append((size, name, clock(name, DEFAULT_BLOCKS, size), theirs))
-        rival.close()
+        if rival:
+            rival.close()
     comm.barrier()  # rank 0 serves NCCL's store
     return results
 
@@ -268,6 +270,8 @@ def measured_on_gpus(
 ) -> list[Row]:
     """Rows of every exact algorithm on this machine's GPUs against NCCL; rank 0's times.
 
+    ``make_rival`` None: against nobody, as where torch has no NCCL.
+
     Must be called before this process uses CUDA.
     """
     topology = group_topology(report, num_ranks)
@@ -278,6 +282,6 @@ def measured_on_gpus(
     rows = []
     for size, name, ours, theirs in results:
         us = percentiles([ours])
-        rival = ("NCCL", percentiles([theirs])[1] / us[1])
+        rival = theirs and ("NCCL", percentiles([theirs])[1] / us[1])
         rows.append(Row(size, name, us, num_ranks, rival, "bit-exact"))
     return rows

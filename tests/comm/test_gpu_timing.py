@@ -139,6 +139,13 @@ def test_rows_of_every_algorithm(platform):
 
 
 @needs_emulator
+def test_rows_without_a_rival(platform):
+    report = report_of(uuids_of(platform, 2))
+    rows = measured_on_gpus(report, [64], make_clock=made(platform), make_rival=None)
+    assert [(r.algorithm, r.rival) for r in rows] == [("one_shot", None), ("two_shot", None)]
+
+
+@needs_emulator
 def test_a_wrong_sum_is_never_timed(platform, monkeypatch):
     uuids = uuids_of(platform, 2)
     real = gpu_timing.ordered_sum

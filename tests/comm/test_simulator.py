@@ -270,6 +270,28 @@ def test_more_takes_longer(name):
         assert times == sorted(times) and times[-1] > times[0]
 
 
+@any_call
+@given(st.sampled_from(sorted(BOXES)), calls())
+def test_no_link_carries_more_than_it_can(name, call):
+    """A call takes at least what its busiest link takes, one flight, and every phase's own time."""
+    box, schedule = BOXES[name], build(**call)
+    run = simulate(box, schedule)
+    if not schedule.transfers:
+        assert run.us == box.costs.launch_us
+        return
+    load = {}
+    for t in schedule.transfers:
+        for edge in box.topology.path(t.source, t.destination):
+            load[edge] = load.get(edge, 0) + t.num_bytes
+    busiest = max(num / (box.capacity(edge) * 1e3) for edge, num in load.items())
+    assert run.us >= box.costs.launch_us + box.costs.phase_us + busiest
+    # What a transfer needs had arrived before it was sent off.
+    for k, t in enumerate(schedule.transfers):
+        for other in (*t.needs, *t.after):
+            assert run.sent_us[other] < run.sent_us[k]
+    assert simulate(box, schedule) == run
+
+
 def test_a_late_rank_holds_up_all():
     schedule = build("two_shot", TOKEN, 8)
     punctual = simulate(ASUS, schedule)

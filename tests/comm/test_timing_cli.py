@@ -1,8 +1,10 @@
 """``spec-kernels tune`` and ``bench allreduce`` as commands."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from spec_kernels.cli import main
 from spec_kernels.comm import bench, gpu_timing
@@ -179,7 +181,17 @@ def test_bench_gpus(run, monkeypatch):
 
     row = Row(14336, "two_shot", (9.0, 10.0, 11.0), 2, ("NCCL", 1.5), "bit-exact")
     monkeypatch.setattr(gpu_timing, "gpus_here", lambda: Report)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(gpu_timing, "measured_on_gpus", lambda report, sizes, ranks: [row])
     code, text, _ = run("bench", "allreduce")
     assert code == 0 and text.startswith("2 GPUs of this machine, A GPU")
     assert "10.0 [9.0-11.0]" in text and "x NCCL" in text and "1.50" in text
+
+    def without(report, sizes, ranks, make_rival):
+        assert make_rival is None
+        return [replace(row, rival=None)]
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(gpu_timing, "measured_on_gpus", without)
+    code, text, _ = run("bench", "allreduce")
+    assert code == 0 and "NCCL: unsupported, this torch has none" in text.splitlines()[0]
