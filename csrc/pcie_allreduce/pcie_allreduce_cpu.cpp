@@ -324,22 +324,30 @@ class Call {
   int64_t num_chunks_ = 1;
 };
 
-CallInfo call_info(Op op, const Tensor& t) {
+CallInfo call_info(Op op, ScalarType dtype, int64_t bytes, int64_t item_bytes) {
   CallInfo info{};
-  info.numel = static_cast<uint64_t>(t.numel());
-  info.item_bytes = static_cast<uint32_t>(t.element_size());
+  info.numel = static_cast<uint64_t>(bytes / item_bytes);
+  info.item_bytes = static_cast<uint32_t>(item_bytes);
   info.op = static_cast<uint8_t>(op);
-  info.dtype = static_cast<int8_t>(t.scalar_type());
+  info.dtype = static_cast<int8_t>(dtype);
   return info;
+}
+
+CallInfo call_info(Op op, const Tensor& t) {
+  return call_info(op, t.scalar_type(), num_bytes(t), static_cast<int64_t>(t.element_size()));
+}
+
+Span segment_of(const Header& header) {
+  return {reinterpret_cast<const char*>(&header), static_cast<int64_t>(header.total_bytes)};
 }
 
 // The algorithms that give the exact sum differ in what they send where, which shared memory has no
 // use for; the others are what they say they are.
-Sum checked_sum(const char* op, const Tensor& input, int64_t algorithm, int64_t world_size) {
+Sum checked_sum(const char* op, const Tensor& input, ScalarType dtype, int64_t algorithm,
+                int64_t world_size) {
   check_algorithm(op, input, algorithm);
-  const ScalarType dtype = input.scalar_type();
   Sum sum{};
-  sum.item_bytes = static_cast<int64_t>(input.element_size());
+  sum.item_bytes = dtype == ScalarType::Float ? 4 : 2;
   sum.type = dtype == ScalarType::Float      ? Summand::kF32
              : dtype == ScalarType::BFloat16 ? Summand::kBf16
                                              : Summand::kF16;
@@ -362,22 +370,23 @@ void pcie_allreduce(Tensor input, Tensor out, Tensor workspace, int64_t rank, in
   check_group(op, rank, world_size, timeout_ms);
   check_cpu(op, "input", input);
   check_cpu(op, "out", out);
-  check_allreduce(op, input, out);
-  const Sum sum = checked_sum(op, input, algorithm, world_size);
-  const int64_t bytes = num_bytes(input);
+  const InputAndOut found = check_allreduce(op, input, out);
+  const Sum sum = checked_sum(op, input, found.dtype, algorithm, world_size);
+  const char* from = found.input.begin;
+  char* to = const_cast<char*>(found.out.begin);
+  const int64_t bytes = found.input.bytes;
   if (world_size == 1) {
-    if (input.data_ptr() != out.data_ptr()) copy_bytes(out.data_ptr(), input.data_ptr(), bytes);
+    if (from != to) copy_bytes(to, from, bytes);
     return;
   }
   Header& header = checked_header(op, workspace, rank, world_size);
-  check_apart(op, "input", input, workspace);
-  check_apart(op, "out", out, workspace);
-  CallInfo info = call_info(Op::kAllReduce, input);
+  check_apart(op, "input", found.input, segment_of(header));
+  check_apart(op, "out", found.out, segment_of(header));
+  CallInfo info = call_info(Op::kAllReduce, found.dtype, bytes, sum.item_bytes);
   info.algorithm = static_cast<uint32_t>(algorithm);
   Call call(Op::kAllReduce, header, rank, timeout_ms, info);
   call.for_chunks(bytes, sum.unit * sum.item_bytes, [&](int64_t begin, int64_t num) {
-    call.all_reduce(static_cast<const char*>(input.data_ptr()) + begin,
-                    static_cast<char*>(out.data_ptr()) + begin, num / sum.item_bytes, sum);
+    call.all_reduce(from + begin, to + begin, num / sum.item_bytes, sum);
   });
 }
 
@@ -403,26 +412,26 @@ void pcie_allreduce_norm(Tensor input, Tensor residual, Tensor weight, double ep
   HiddenCaptureArgs args =
       hidden_capture_args(op, input, residual, weight, eps, out, capture, slot, "input");
   check_contiguous(op, "input", input);
-  const Sum sum = checked_sum(op, input, algorithm, world_size);
+  const ScalarType dtype = input.scalar_type();
+  const Sum sum = checked_sum(op, input, dtype, algorithm, world_size);
   const int64_t num_rows = input.size(0);
-  const int64_t bytes = num_bytes(input);
   if (world_size == 1) return hidden_capture_cpu(args, num_rows);
   Header& header = checked_header(op, workspace, rank, world_size);
-  check_apart(op, "input", input, workspace);
+  const Span from = span_of(input);
+  check_apart(op, "input", from, segment_of(header));
   for (const NamedTensor& t : {NamedTensor{"residual", &residual}, NamedTensor{"weight", &weight},
                                NamedTensor{"out", &out}, NamedTensor{"capture", given(capture)}}) {
     SK_CHECK(!t.tensor || !may_overlap(Footprint(*t.tensor), Footprint(workspace)), op, t.name,
              "memory apart from workspace", "an overlap");
   }
-  CallInfo info = call_info(Op::kAllReduceNorm, input);
+  CallInfo info = call_info(Op::kAllReduceNorm, dtype, from.bytes, sum.item_bytes);
   info.algorithm = static_cast<uint32_t>(algorithm);
   info.row = static_cast<uint32_t>(args.hidden);
   Call call(Op::kAllReduceNorm, header, rank, timeout_ms, info);
-  const char* mine = static_cast<const char*>(input.data_ptr());
   const int64_t row_bytes = args.hidden * sum.item_bytes;
   if (row_bytes > 0 && row_bytes <= call.capacity()) {
-    call.for_chunks(bytes, row_bytes, [&](int64_t begin, int64_t num) {
-      call.all_reduce(mine + begin, nullptr, num / sum.item_bytes, sum);
+    call.for_chunks(from.bytes, row_bytes, [&](int64_t begin, int64_t num) {
+      call.all_reduce(from.begin + begin, nullptr, num / sum.item_bytes, sum);
       HiddenCaptureArgs rows = rows_from(args, begin / row_bytes);
       rows.x = call.result();
       rows.x_stride = args.hidden;
@@ -432,8 +441,8 @@ void pcie_allreduce_norm(Tensor input, Tensor residual, Tensor weight, double ep
   }
   // A row that does not fit into a slot is put together first.
   const int64_t out_stride = args.out_stride * sum.item_bytes;
-  call.for_chunks(bytes, sum.unit * sum.item_bytes, [&](int64_t begin, int64_t num) {
-    call.all_reduce(mine + begin, nullptr, num / sum.item_bytes, sum);
+  call.for_chunks(from.bytes, sum.unit * sum.item_bytes, [&](int64_t begin, int64_t num) {
+    call.all_reduce(from.begin + begin, nullptr, num / sum.item_bytes, sum);
     copy_to_rows(static_cast<char*>(args.out), row_bytes, out_stride, call.result(), begin, num);
   });
   args.x = args.out;
