@@ -35,6 +35,7 @@ from spec_kernels.ops.tree_attention.schedule import (
     MAX_POSITION,
     MERGE_BLOCK,
     MERGE_COLUMNS,
+    Tile,
     attention_tile,
     max_splits,
     padded,
@@ -688,6 +689,13 @@ def split_constants(
     )
 
 
+def split_stages(tile: Tile, direct: bool, arch: int) -> int:
+    """One split is a few blocks of keys: nothing is worth fetching ahead, and on sm_90 finishing
+    the rows needs the registers. Elsewhere one stage spills more, or takes more than 99 KiB.
+    """
+    return 1 if direct and 90 <= arch < 120 else tile.stages
+
+
 def merge_constants(*, v_dim, num_words, sinks, window, sharded) -> dict[str, object]:
     """What ``merge_kernel`` is compiled for."""
     return dict(
@@ -804,7 +812,7 @@ def _launch(
         *scale_strides,
         sinks.stride(0),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=split_stages(tile, direct, arch),
         enable_fp_fusion=False,
         **constants,
     )
