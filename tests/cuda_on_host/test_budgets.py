@@ -1,18 +1,12 @@
 """What nvcc makes of every kernel for every target: no spills, registers within bounds."""
 
-import functools
-import hashlib
-import importlib.util
-import json
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cuda_on_host import host_build
+from cuda_on_host import device_code, host_build
+from cuda_on_host.device_code import ARCHS, compile_device_code
 
-ARCHS = ("80", "90a", "120a")
 # Registers a thread; 256 threads of 128 leave room for two blocks on a multiprocessor. By stem
 # where another bound is meant.
 MAX_REGISTERS = 128
@@ -24,38 +18,7 @@ MAX_PARAMETERS = 4096
 SOURCES = host_build.cuda_sources()
 
 
-@functools.cache
-def nvcc():
-    path = host_build.ROOT / "setup.py"
-    if not path.exists():
-        return None
-    spec = importlib.util.spec_from_file_location("setup_for_budgets", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.find_nvcc()
-
-
-pytestmark = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
-
-
-def compile_device_code(source):
-    """What ptxas says of ``source``, kept until anything that it may include changes."""
-    version = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
-    key = host_build.content([source, *host_build.included(source)])
-    name = hashlib.sha256(f"{key} {version} {ARCHS}".encode()).hexdigest()[:16]
-    host_build.OUT.mkdir(parents=True, exist_ok=True)
-    kept = host_build.OUT / f"{source.stem}-{name}.ptxas.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
-    command = [nvcc(), "-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", str(source)]
-    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHS]
-    command += ["-o", str(kept.with_suffix(".fatbin")), f"-I{host_build.ROOT / 'csrc'}"]
-    command += ["-isystem", str(host_build.torch_folder() / "include"), *host_build.DEFINES]
-    done = subprocess.run(command, capture_output=True, text=True)
-    kept.with_suffix(".fatbin").unlink(missing_ok=True)
-    assert done.returncode == 0, done.stderr[-8000:]
-    kept.write_text(json.dumps(done.stderr))
-    return done.stderr
+pytestmark = pytest.mark.skipif(device_code.nvcc() is None, reason="nvcc is not installed")
 
 
 @pytest.fixture(scope="module")
