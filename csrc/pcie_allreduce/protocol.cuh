@@ -252,14 +252,13 @@ class Call {
     }
   }
 
-  // Waits for the same of each of `ranks`. Flags may be one call ahead. False: the call is over.
+  // Waits for the same of each of `ranks`. False: the call is over.
   __device__ bool await(uint32_t ranks) {
     if (mutant("allreduce_pull_no_flag")) return !over_;
 #pragma unroll 1
     for (int r = 0; r < p_.world_size; ++r) {
       if (!(ranks >> r & 1u)) continue;
-      while (!over_ &&
-             static_cast<int32_t>(load_acquire_system(&control_.flags[blockIdx.x][r]) - epoch_) < 0)
+      while (!over_ && !raised(load_acquire_system(&control_.flags[blockIdx.x][r])))
         look(Phase::kFlag, r, 0);
     }
     return !over_;
@@ -287,6 +286,13 @@ class Call {
     const uint32_t later = max(static_cast<uint32_t>(phase), 2u) - 2u;
     static_assert(static_cast<uint32_t>(Phase::kScatter) == 2);
     return p_.timeout_ns + later * (p_.timeout_ns / 4);
+  }
+
+  // A peer is at most one call ahead. Any other flag is of a call before this one, and epochs wrap:
+  // one that is not raised for days must not look like one to come.
+  __device__ bool raised(uint32_t flag) const {
+    if (mutant("allreduce_old_flag")) return static_cast<int32_t>(flag - epoch_) >= 0;
+    return flag - epoch_ <= 1u;
   }
 
   __device__ Control& control(int rank) const {

@@ -578,6 +578,44 @@ def test_case_32_the_epoch_counts_replays(machine, make_group):
     assert [int(slab.view(torch.int32)[0]) for slab in group.slabs] == [2, 2]  # the first is 0
 
 
+def set_epoch(group, finished, flags):
+    """As if so many calls had been made, of which those with flags ended long ago."""
+    for slab in group.slabs:
+        words = slab.view(torch.uint32)
+        words[0] = finished % (1 << 32)
+        words[128 : 128 + 64 * 8] = flags % (1 << 32)  # Control::flags
+
+
+@pytest.mark.parametrize("ago", [1, 100, (1 << 31) + 1, (1 << 32) - 2])
+def test_case_30_a_flag_of_long_ago_says_nothing(machine, make_group, ago):
+    """Where flags are rare, the epoch can go round before the next one is raised."""
+    seed(machine, 3)
+    group = make_group(3, table=table(2))
+    set_epoch(group, 1000, 1001 - ago)
+    machine.slow(group.devices[1], 100)
+    xs = [torch.full((900,), 1.0 + r) for r in range(3)]
+    outs = [group.all_gather(r, x) for r, x in enumerate(xs)]
+    group.synchronize()
+    for out in outs:
+        assert torch.equal(out, torch.stack(xs))
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_case_30_the_epoch_wraps(machine, make_group, algorithm):
+    seed(machine, 5)
+    group = make_group(4, island_size=2, table=table(2))
+    set_epoch(group, (1 << 32) - 4, (1 << 32) - 5)
+    xs = [torch.full((700,), 2.0**r) for r in range(4)]
+    outs = []
+    for _ in range(6):
+        outs += [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+        gathered = [group.all_gather(r, x) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert all(bool((out == 15).all()) for out in outs)
+    assert all(torch.equal(out, torch.stack(xs)) for out in gathered)
+    group.assert_at_rest()
+
+
 # Failures
 
 

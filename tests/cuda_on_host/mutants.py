@@ -27,6 +27,7 @@ MUTANTS = {
     "allreduce_no_bound": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
     "allreduce_no_clear": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
     "allreduce_no_poison": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
+    "allreduce_old_flag": ("allreduce_cuda", "test_case_30_a_flag_of_long_ago_says_nothing", 0),
     "allreduce_one_slot": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
     "allreduce_publish_anyway": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
     "allreduce_pull_no_flag": ("allreduce_cuda", "test_back_to_back_calls_of_one_algorithm", 0),
