@@ -125,6 +125,7 @@ int main(int argc, char** argv) {
   h.world_size = static_cast<uint32_t>(world);
   h.capacity = kCapacity;
   h.policy.spin_iterations = static_cast<uint32_t>(std::atoi(argv[4]));
+  h.policy.num_spare = static_cast<uint32_t>(world);
   h.policy.num_workers = static_cast<uint32_t>(std::atoi(argv[5]));
   h.policy.block_bytes = 1024;
   std::vector<std::thread> threads;
