@@ -154,15 +154,28 @@ __device__ void two_shot(const Params& p, Call& call, Epilogue& epilogue) {
   take_gathered<T>(p, call, p.layout.gather, 0, world, epilogue);
 }
 
-// A packet's partial sums in fp32, as they travel between islands.
-template <class T>
-constexpr int kPartialPackets = kPerPacket<T> / 4;
+// How the partial sums of a packet get to other islands: fp32, pushed or read; bf16, pushed.
+enum class Across { kPush, kPull, kPushBf16 };
+
+// The packets of one packet's partial sums.
+template <class T, Across kAcross>
+constexpr int kPartialPackets = kAcross == Across::kPushBf16 ? 1 : kPerPacket<T> / 4;
+
+template <class T, Across kAcross>
+__device__ inline float partial_of(const Packet* packets, int i) {
+  if constexpr (kAcross == Across::kPushBf16) {
+    return to_f32<__nv_bfloat16>(element<__nv_bfloat16>(packets[0], i));
+  } else {
+    return __uint_as_float(packets[i / 4].words[i % 4]);
+  }
+}
 
 // Within the island, across islands, within the island. The partial sums of an island are pushed to
-// the owners of the same packets elsewhere, or (kPull) read by them.
-template <class T, bool kPull, class Epilogue>
+// the owners of the same packets elsewhere, or read by them.
+template <class T, Across kAcross, class Epilogue>
 __device__ void hierarchical(const Params& p, Call& call, Epilogue& epilogue) {
-  constexpr int kWidth = kPartialPackets<T>;
+  constexpr bool kPull = kAcross == Across::kPull;
+  constexpr int kWidth = kPartialPackets<T, kAcross>;
   const slab::Layout& l = p.layout;
   const int num = p.island_size, t = static_cast<int>(threadIdx.x);
   const int num_islands = p.world_size / num;
@@ -179,8 +192,17 @@ __device__ void hierarchical(const Params& p, Call& call, Epilogue& epilogue) {
       float v[kMaxMembers];
 #pragma unroll
       for (int r = 0; r < kMaxMembers; ++r) v[r] = to_f32<T>(element<T>(parts[r], j));
-      partial[j / 4].words[j % 4] = __float_as_uint(ordered_sum<T>(v, num));
+      const float sum = ordered_sum<T>(v, num);
+      if constexpr (kAcross == Across::kPushBf16) {
+        const uint32_t bits = to_bits<__nv_bfloat16>(sum);
+        if (j % 2 == 0) partial[0].words[j / 2] = bits;
+        if (j % 2 == 1) partial[0].words[j / 2] |= bits << 16;
+      } else {
+        partial[j / 4].words[j % 4] = __float_as_uint(sum);
+      }
     }
+    if constexpr (kAcross == Across::kPushBf16 && kPerPacket<T> == 4)
+      partial[0].words[2] = partial[0].words[3] = 0;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       if (kPull) {
@@ -224,8 +246,7 @@ __device__ void hierarchical(const Params& p, Call& call, Epilogue& epilogue) {
     for (int j = 0; j < kPerPacket<T>; ++j) {
       float v[kMaxIslands];
 #pragma unroll
-      for (int g = 0; g < kMaxIslands; ++g)
-        v[g] = __uint_as_float(parts[g * kWidth + j / 4].words[j % 4]);
+      for (int g = 0; g < kMaxIslands; ++g) v[g] = partial_of<T, kAcross>(parts + g * kWidth, j);
       sums[j] = ordered_sum<T>(v, num_islands);
     }
     const Packet sum = escape(pack<T>(sums));

@@ -354,7 +354,7 @@ Sum checked_sum(const char* op, const Tensor& input, ScalarType dtype, int64_t a
   sum.unit = 1;
   if (algorithm == slab::kHierarchicalBf16) {
     sum.rounding = Rounding::kBf16Islands;
-    sum.island_size = world_size == 8 ? 4 : 2;
+    sum.island_size = slab::bf16_island_size(static_cast<int>(world_size));
     SK_CHECK(world_size == 1 || slab::has_islands(static_cast<int>(world_size), sum.island_size),
              op, "algorithm", "4, 6 or 8 ranks for hierarchical_bf16", world_size);
   } else if (algorithm > slab::kHierarchicalBf16) {

@@ -3,6 +3,7 @@
 #include "common/device.cuh"
 #include "hidden_capture/hidden_capture.cuh"
 #include "hidden_capture/hidden_capture_args.h"
+#include "pcie_allreduce/coded.cuh"
 #include "pcie_allreduce/exchange.cuh"
 #include "pcie_allreduce/group_cuda.h"
 #include "pcie_allreduce/pcie_allreduce_args.h"
@@ -107,8 +108,14 @@ __device__ void sum_over_ranks(const Params& p, Call& call, Epilogue& epilogue) 
     pcie::one_shot<T>(p, call, epilogue);
   } else if constexpr (kAlgorithm == slab::kTwoShot) {
     pcie::two_shot<T>(p, call, epilogue);
+  } else if constexpr (kAlgorithm == slab::kHierarchical) {
+    pcie::hierarchical<T, pcie::Across::kPush>(p, call, epilogue);
+  } else if constexpr (kAlgorithm == slab::kHierarchicalPull) {
+    pcie::hierarchical<T, pcie::Across::kPull>(p, call, epilogue);
+  } else if constexpr (kAlgorithm == slab::kHierarchicalBf16) {
+    pcie::hierarchical<T, pcie::Across::kPushBf16>(p, call, epilogue);
   } else {
-    pcie::hierarchical<T, kAlgorithm == slab::kHierarchicalPull>(p, call, epilogue);
+    pcie::two_shot_coded<T>(p, call, epilogue);
   }
 }
 
@@ -142,8 +149,12 @@ auto with_algorithm(int32_t algorithm, F&& f) {
       return f(std::integral_constant<int, slab::kTwoShot>());
     case slab::kHierarchical:
       return f(std::integral_constant<int, slab::kHierarchical>());
-    default:
+    case slab::kHierarchicalPull:
       return f(std::integral_constant<int, slab::kHierarchicalPull>());
+    case slab::kHierarchicalBf16:
+      return f(std::integral_constant<int, slab::kHierarchicalBf16>());
+    default:  // and kTwoShotInt8, which asks
+      return f(std::integral_constant<int, slab::kTwoShotFp8>());
   }
 }
 
@@ -230,10 +241,16 @@ void launch(const char* op, Group& group, void (*kernel)(P...), Params& p, int32
 slab::Entry chosen(const char* op, const Group& group, int64_t algorithm, int64_t bytes) {
   slab::Entry entry = group.entry(static_cast<uint64_t>(bytes));
   if (algorithm != slab::kAuto) entry.algorithm = static_cast<int32_t>(algorithm);
-  SK_CHECK(entry.algorithm <= slab::kHierarchicalPull, op, "algorithm",
-           "0 to 4 (lossy ones are not on this backend)", algorithm);
-  SK_CHECK(entry.algorithm < slab::kHierarchical || group.attach.island_size > 0, op, "algorithm",
-           "0 to 2: this group has no islands", algorithm);
+  const bool islands =
+      entry.algorithm >= slab::kHierarchical && entry.algorithm <= slab::kHierarchicalBf16;
+  SK_CHECK(!islands || group.attach.island_size > 0, op, "algorithm",
+           "one without islands: this group has none", algorithm);
+  // The islands are part of what is rounded.
+  const int32_t size = slab::bf16_island_size(group.attach.world_size);
+  SK_CHECK(entry.algorithm != slab::kHierarchicalBf16 || group.attach.island_size == size, op,
+           "algorithm",
+           "one other than hierarchical_bf16, which has islands of " + std::to_string(size),
+           algorithm);
   return entry;
 }
 

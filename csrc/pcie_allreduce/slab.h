@@ -116,6 +116,9 @@ SK_HOST_DEVICE constexpr Region reserve(uint64_t& end, int num_sources, int32_t 
   return r;
 }
 
+// The islands that hierarchical_bf16 is defined for: the same on every backend.
+SK_HOST_DEVICE constexpr int bf16_island_size(int world_size) { return world_size == 8 ? 4 : 2; }
+
 // `island_size` 0: no islands.
 SK_HOST_DEVICE constexpr Layout layout(int world_size, uint64_t one_shot_bytes,
                                        uint64_t two_shot_bytes, int island_size) {

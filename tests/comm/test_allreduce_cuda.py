@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_on_host import host_build
 
-from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
+from spec_kernels.ops.pcie_allreduce.reference import lossy_sum, ordered_sum
 
 pytestmark = pytest.mark.skipif(
     host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
@@ -363,6 +363,103 @@ def test_a_group_of_one_copies(machine):
         ops.pcie_barrier.default(nothing, 0, 1, 1000)
 
 
+# Lossy forms
+
+LOSSY = {5: "hierarchical_bf16", 6: "two_shot_fp8", 7: "two_shot_int8"}
+
+
+def wide_range(rng, numel, dtype):
+    """Groups of 128 from the smallest to the largest magnitudes, some all zeros, some with NaN."""
+    x = torch.tensor([rng.gauss(0, 1) for _ in range(numel)])
+    for begin in range(0, numel, 128):
+        group = x[begin : begin + 128]
+        kind = rng.randrange(8)
+        group *= 10.0 ** rng.randrange(-6, 5)
+        if kind == 0:
+            group.zero_()
+        elif kind == 1:
+            group[rng.randrange(128)] = rng.choice((float("nan"), float("inf"), -float("inf")))
+        elif kind == 2:
+            group.fill_(1e-42 if dtype == torch.float32 else -0.0)
+        elif kind == 3:
+            group.fill_(group[0])  # int8: all +-127
+    return x.to(dtype)
+
+
+def assert_lossy(xs, outs, algorithm):
+    want = lossy_sum(xs, algorithm)
+    for out in outs:
+        assert torch.allclose(out, want, rtol=0, atol=0, equal_nan=True), (out, want)
+        assert same_bits(out, outs[0])
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+def test_lossy_sums_are_as_defined(machine, make_group, world_size, algorithm):
+    seed(machine, world_size, MAX_STEPS)
+    island_size = ISLANDS.get(world_size, 0)
+    group = make_group(world_size, island_size=island_size, table=table(2))
+    rng = random.Random(world_size)
+    if algorithm == 5 and not island_size:
+        with pytest.raises(RuntimeError, match="algorithm: .*islands"):
+            group.all_reduce(0, torch.ones(128), algorithm=algorithm)
+        return
+    machine.slow(group.devices[world_size // 2], 8)
+    done = []
+    for numel in (128, 1024, 3072, 640, 2176):
+        for dtype in DTYPES:
+            xs = [wide_range(rng, numel, dtype) for _ in range(world_size)]
+            outs = [
+                group.all_reduce(r, place(x, rng.choice((0, 1))), algorithm=algorithm)
+                for r, x in enumerate(xs)
+            ]
+            done.append((xs, outs))
+    group.synchronize()
+    for xs, outs in done:
+        assert_lossy(xs, outs, algorithm)
+    group.assert_at_rest()
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
+def test_lossy_and_exact_calls_take_turns(machine, make_group, algorithm):
+    seed(machine, 6, MAX_STEPS)
+    group = make_group(4, island_size=2, table=table(2))
+    machine.slow(group.devices[2], 12)
+    sequence = Sequence(group, algorithm, (1, 2, 3, 4), (1, 300, 1500))
+    for i in range(NUM_CALLS):
+        sequence.add()
+        dtype = DTYPES[i % 3]
+        xs = [wide_range(sequence.rng, 128 * (1 + i % 9), dtype) for _ in range(4)]
+        outs = [group.all_reduce(r, x, algorithm=algorithm) for r, x in enumerate(xs)]
+        sequence.checks.append(lambda xs=xs, outs=outs: assert_lossy(xs, outs, algorithm))
+    sequence.finish()
+
+
+def test_lossy_shapes_are_checked(machine, make_group):
+    group = make_group(8, island_size=2)
+    with pytest.raises(RuntimeError, match="algorithm: .*islands of 4"):
+        group.all_reduce(0, torch.ones(128), algorithm=5)
+    with pytest.raises(RuntimeError, match="input: .*multiple of 128"):
+        group.all_reduce(0, torch.ones(100), algorithm=6)
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
+def test_case_36_lossy_calls_end_too(machine, make_group, algorithm):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(100)
+    group = make_group(4, island_size=2, table=table(2))
+    xs = [torch.ones(1024) for _ in range(4)]
+    for _ in (0, 1):
+        for rank, x in enumerate(xs):
+            group.all_reduce(rank, x, algorithm=algorithm)
+    group.synchronize()
+    outs = [group.all_reduce(r, xs[r], algorithm=algorithm, timeout_ms=60) for r in (0, 1, 3)]
+    group.synchronize()
+    assert all(bool(out.isnan().all()) for out in outs)
+    texts = [group.check(r) for r in (0, 1, 3)]
+    assert any("rank 2 did not arrive" in t and LOSSY[algorithm] in t for t in texts)
+
+
 # The fused form
 
 
@@ -378,6 +475,7 @@ class FusedCall:
     def __init__(self, group, rng, num_rows, hidden, dtype, algorithm, **options):
         g = torch.Generator().manual_seed(rng.randrange(1 << 30))
         self.group = group
+        self.algorithm = algorithm
         self.xs = [
             revealing(rng, num_rows * hidden, dtype).view(num_rows, hidden)
             for _ in range(group.world_size)
@@ -403,7 +501,8 @@ class FusedCall:
         ops = self.group.ops
         want, stream = torch.empty_like(self.start), self.start.clone()
         capture = torch.full_like(self.ranks[0][-1], 9)
-        total = ordered_sum(self.xs)
+        lossy = self.algorithm in LOSSY
+        total = lossy_sum(self.xs, self.algorithm) if lossy else ordered_sum(self.xs)
         ops.hidden_capture.default(total, stream, self.weight, 1e-5, want, capture, 1)
         for residual_store, residual, out_store, out, captured in self.ranks:
             assert same_bits(residual.contiguous(), stream)
@@ -425,6 +524,17 @@ def test_case_23_fused_is_the_two_ops(machine, make_group, dtype, hidden, algori
     before = machine.num_launches()
     calls = [FusedCall(group, rng, n, hidden, dtype, algorithm) for n in (1, 3, 2)]
     assert machine.num_launches() - before == 3 * 4, "one launch for each rank's call"
+    group.synchronize()
+    for call in calls:
+        call.check()
+    group.assert_at_rest()
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["fp32", "bf16"])
+def test_fused_lossy_sums_are_the_two_ops(machine, make_group, dtype, algorithm):
+    group = make_group(4, island_size=2, table=table(3))
+    calls = [FusedCall(group, random.Random(n), n, 640, dtype, algorithm) for n in (1, 2)]
     group.synchronize()
     for call in calls:
         call.check()
