@@ -406,14 +406,13 @@ def test_lossy_sums_are_as_defined(machine, make_group, world_size, algorithm):
         return
     machine.slow(group.devices[world_size // 2], 8)
     done = []
-    for numel in (128, 1024, 3072, 640, 2176):
-        for dtype in DTYPES:
-            xs = [wide_range(rng, numel, dtype) for _ in range(world_size)]
-            outs = [
-                group.all_reduce(r, place(x, rng.choice((0, 1))), algorithm=algorithm)
-                for r, x in enumerate(xs)
-            ]
-            done.append((xs, outs))
+    for i, numel in enumerate((128, 1024, 3072, 640, 2176, 1152)):
+        xs = [wide_range(rng, numel, DTYPES[i % 3]) for _ in range(world_size)]
+        outs = [
+            group.all_reduce(r, place(x, rng.choice((0, 1))), algorithm=algorithm)
+            for r, x in enumerate(xs)
+        ]
+        done.append((xs, outs))
     group.synchronize()
     for xs, outs in done:
         assert_lossy(xs, outs, algorithm)
@@ -426,7 +425,7 @@ def test_lossy_and_exact_calls_take_turns(machine, make_group, algorithm):
     group = make_group(4, island_size=2, table=table(2))
     machine.slow(group.devices[2], 12)
     sequence = Sequence(group, algorithm, (1, 2, 3, 4), (1, 300, 1500))
-    for i in range(NUM_CALLS):
+    for i in range(NUM_CALLS // 2):
         sequence.add()
         dtype = DTYPES[i % 3]
         xs = [wide_range(sequence.rng, 128 * (1 + i % 9), dtype) for _ in range(4)]

@@ -11,8 +11,6 @@ from cuda_on_host.device_code import ARCHS, compile_device_code
 # where another bound is meant.
 MAX_REGISTERS = 128
 REGISTERS = {"compact": 80, "tree_build": 64}
-# The forms that send codes hold those of eight ranks; a multiprocessor has one such block or two.
-REGISTERS["pcie_allreduce"] = 160
 MAX_STATIC_SHARED = 40 << 10  # what launch_kernel counts on
 # Of one kernel's parameters; more needs newer drivers.
 MAX_PARAMETERS = 4096
