@@ -13,6 +13,7 @@ capture in one call, and "apart" the same work in two. GB/s counts the message o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 
@@ -90,15 +91,10 @@ def against(rival: list, ours: list) -> Ratio:
     return Ratio(*(float(np.percentile(ratios, p)) for p in (50, 10, 90)))
 
 
-def measure(num_ranks: int, num_rounds: int, calls: int, with_mpi: bool) -> tuple[list[dict], str]:
-    """Rows of the table, and which MPI it was."""
-    mpi = mpi_ranks.MPIRanks(num_ranks) if with_mpi else None
-    try:
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-            results = launch(worker, num_ranks, listener, mpi, num_rounds, calls)[0]
-    finally:
-        if mpi:
-            mpi.close()
+def measure(num_ranks: int, mpi, num_rounds: int, calls: int) -> list[dict]:
+    """Rows of the table; those of ``mpi`` (``MPIRanks`` or None) too."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        results = launch(worker, num_ranks, listener, mpi, num_rounds, calls)[0]
     table = []
     for r in results:
         size = r["rows"] * HIDDEN * 2
@@ -127,7 +123,7 @@ def measure(num_ranks: int, num_rounds: int, calls: int, with_mpi: bool) -> tupl
                 row |= {f"{name}_us_p50": float(np.median(r[rival])), f"x_{name}": ratio.median}
                 row |= {f"x_{name}_p10": ratio.low, f"x_{name}_p90": ratio.high}
         table.append(row)
-    return table, mpi.library if mpi else ""
+    return table
 
 
 def spread(row: dict, name: str) -> str:
@@ -231,9 +227,16 @@ def main() -> None:
     why_no_mpi = mpi_ranks.missing()
     table = []
     for num_ranks in args.ranks:
-        rows, library = measure(num_ranks, args.rounds, args.calls, why_no_mpi is None)
+        mpi = None
+        if why_no_mpi is None:
+            try:
+                mpi = mpi_ranks.MPIRanks(num_ranks)
+            except RuntimeError as error:
+                why_no_mpi = str(error)
         if not table:
-            print(where + (f", {library}" if library else ""))
+            print(where + (f", {mpi.library}" if mpi else ""))
+        with mpi or contextlib.nullcontext():
+            rows = measure(num_ranks, mpi, args.rounds, args.calls)
         print_table(rows, why_no_mpi)
         table += rows
     errors = [row for num_ranks in args.ranks for row in lossy_errors(num_ranks)]

@@ -37,7 +37,10 @@ def mpiexec() -> str | None:
 
 
 class MPIRanks:
-    """``num_ranks`` processes under mpiexec; ``turn`` times sums among them."""
+    """``num_ranks`` processes under mpiexec; ``turn`` times sums among them.
+
+    RuntimeError, saying why, if they do not come.
+    """
 
     def __init__(self, num_ranks: int):
         library = Path(mpiexec()).resolve().parent.parent / "lib/libmpi.so.12"
@@ -45,13 +48,23 @@ class MPIRanks:
         if library.exists():
             environment["MPI4PY_LIBMPI"] = str(library)
         with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as server:
-            server.settimeout(60)
             port = str(server.getsockname()[1])
             command = [mpiexec(), "-n", str(num_ranks), sys.executable, __file__, port]
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-            streams = [server.accept()[0].makefile("rw") for _ in range(num_ranks)]
+            streams = [self._accept(server) for _ in range(num_ranks)]
         self._streams = {json.loads(s.readline())["rank"]: s for s in streams}
         self.library = json.loads(self._streams[0].readline())["library"]
+
+    def _accept(self, server: socket.socket, seconds: int = 60):
+        server.settimeout(1)
+        for _ in range(seconds):
+            try:
+                return server.accept()[0].makefile("rw")
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"mpiexec ended with {self._process.returncode}") from None
+        self._process.kill()
+        raise RuntimeError(f"no ranks of mpiexec after {seconds} s")
 
     def turn(self, num_bytes: int, num_calls: int) -> list[float]:
         """Microseconds of single calls on rank 0, after one that is not timed."""
@@ -60,7 +73,10 @@ class MPIRanks:
             stream.flush()
         return json.loads(self._streams[0].readline())
 
-    def close(self) -> None:
+    def __enter__(self) -> MPIRanks:
+        return self
+
+    def __exit__(self, *error) -> None:
         for stream in self._streams.values():
             stream.close()
         self._process.wait(30)

@@ -219,19 +219,19 @@ class Call {
   // is in vain (other programs have the cores, or the others compute for long) a rank grants itself
   // less and less, and now and then tries anew.
   bool poll(const std::atomic<uint32_t>& word, uint32_t target, uint32_t num_busy) {
-    constexpr uint32_t kFewest = 16, kTryAnew = 64;
+    constexpr uint32_t kFewest = 32, kTryAnew = 64;
     const uint32_t most = h_.policy.spin_iterations;
     if (most == 0 || num_busy > h_.policy.num_spare) return false;
     const bool anew = line_.missed_spins % kTryAnew == 0;
     const uint32_t spins = anew ? most : std::min(line_.spins, most);
     for (uint32_t i = 0; i < spins; ++i) {
       if (group::reached(word.load(std::memory_order_acquire), target)) {
-        line_.spins = std::max(line_.spins, 2 * i + kFewest);
+        line_.spins = std::max(line_.spins, 8 * i + kFewest);
         return true;
       }
       group::pause();
     }
-    line_.spins = std::max(spins / 2, kFewest);
+    line_.spins = std::max(spins - spins / 4, kFewest);
     ++line_.missed_spins;
     return false;
   }
