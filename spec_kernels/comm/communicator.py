@@ -157,7 +157,7 @@ class Communicator:
                 else algorithm_id("pcie_allreduce", algorithm),
             )
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
         return out
 
     def all_reduce_norm(
@@ -201,7 +201,7 @@ class Communicator:
                 else algorithm_id("pcie_allreduce_norm", algorithm),
             )
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
         return out
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -216,7 +216,7 @@ class Communicator:
         try:
             self._all_gather(x, out, self._workspace, self.rank, self.world_size, self.timeout_ms)
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
         return out
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -226,7 +226,7 @@ class Communicator:
         try:
             self._broadcast(x, src, self._workspace, self.rank, self.world_size, self.timeout_ms)
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
         return x
 
     def barrier(self) -> None:
@@ -234,7 +234,7 @@ class Communicator:
         try:
             self._barrier(self._workspace, self.rank, self.world_size, self.timeout_ms)
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
 
     def exchange(self, value: object) -> list:
         """Every rank's ``value``, in rank order: anything that JSON can hold, of any length."""
@@ -502,7 +502,7 @@ def _closed(*args) -> None:
     raise RuntimeError("communicator: expected an open one, got one that was closed")
 
 
-def _translated(error: RuntimeError) -> Exception:
+def translated(error: RuntimeError) -> Exception:
     """Bad arguments are ``ValueError``, failures of the group ``RuntimeError``; one line each."""
     text = str(error).split("\nException raised from", 1)[0]
     if text.startswith(_PREFIX):

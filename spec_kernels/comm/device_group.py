@@ -18,7 +18,7 @@ from torch import distributed
 
 from spec_kernels import _library
 from spec_kernels.comm import p2p
-from spec_kernels.comm.communicator import _translated
+from spec_kernels.comm.communicator import translated
 from spec_kernels.comm.cuda_driver import Device, DeviceName, Driver
 from spec_kernels.comm.meeting import Steps, run_alone, run_together, stage
 from spec_kernels.comm.schedules import has_islands
@@ -476,7 +476,7 @@ class DeviceGroup:
         try:
             function(*arguments, *group, *behind)
         except RuntimeError as error:
-            raise _translated(error) from None
+            raise translated(error) from None
 
     def _fallback_all_reduce(self, op: str, x: torch.Tensor, out: torch.Tensor) -> None:
         if self.fallback is None:

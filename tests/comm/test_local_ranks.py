@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def machine():
+@pytest.fixture(params=["cuda_on_host"])
+def machine(request):
     machine = host_build.load()
     machine.configure(2, emulated.RESIDENT)
     yield machine

@@ -58,8 +58,8 @@ def test_what_is_no_measurement_is_refused(text, said):
         LinkMeasurements.from_json(text)
 
 
-@pytest.fixture
-def machine():
+@pytest.fixture(params=["cuda_on_host"])
+def machine(request):
     if host_build.missing():
         pytest.skip(f"CUDA sources on the host: {host_build.missing()}")
     machine = host_build.load()
