@@ -7,6 +7,7 @@ fails, hangs or breaks the device hides no other:
 
 check OP KIND    calls at the shapes of decoding, against the reference, bytes around included
 capture OP       a CUDA graph replayed on other values gives the bits of eager calls
+capture buckets  the same of a GraphRunner's graphs, which share memory, replayed in turns
 check collectives N, capture collectives, missing rank
                  the same of N ranks that are streams of this device, and one that stays away
 launches         kernels of a verify layer and of an accepted cycle, against what is promised
@@ -28,6 +29,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import re
 import subprocess
 import sys
@@ -46,6 +48,7 @@ from gpu_attention import ATTENTION, PAGE, RIVALS
 
 import spec_kernels
 from spec_kernels import DraftTree, Verified, _library
+from spec_kernels.decode.graph import GraphRunner, Plan, Recorder
 from spec_kernels.testing import calls, collectives, on_device
 from spec_kernels.testing.compare import assert_same_bits
 from spec_kernels.testing.timing import machine
@@ -167,6 +170,46 @@ def capture(op: str, device: str = "cuda", record=cuda_graph) -> Row:
                     raise AssertionError(f"{op}, {first.name}: {name}: {error}") from None
             num += 1
     return {"detail": f"{num} replays"}
+
+
+def capture_buckets(
+    device: str = "cuda",
+    buckets: Sequence[int] = (4, 16, 64),
+    hidden: int = 1024,
+    record: Recorder | None = None,
+) -> Row:
+    """Graphs of a ``GraphRunner``, replayed in turns over one pool, against eager calls."""
+    weight, matrix = torch.ones(hidden, device=device), torch.eye(hidden, device=device).flip(0)
+
+    def make(bucket: int) -> Plan:
+        x, residual, out = (torch.zeros(bucket, hidden, device=device) for _ in range(3))
+        captured = torch.full((bucket, 2, hidden), torch.nan, device=device)
+
+        def run():
+            normed = spec_kernels.hidden_capture(
+                x, residual, weight, calls.EPS, capture=captured, slot=1
+            )
+            torch.mm(normed * 2, matrix, out=out)
+            return out, captured[:, 1]
+
+        return Plan(run, {"x": x, "residual": residual}, {"x": 0, "residual": 1})
+
+    runner = GraphRunner(make, buckets, device=device, watch=(weight, matrix), record=record)
+    runner.capture()
+    eager = {bucket: make(bucket) for bucket in buckets}
+    rows, order = torch.Generator().manual_seed(0), random.Random(0)
+    for num_rows in order.choices(range(1, buckets[-1] + 1), k=30) + list(buckets):
+        inputs = {
+            name: torch.randn(num_rows, hidden, generator=rows).to(device)
+            for name in ("x", "residual")
+        }
+        got = runner.run(num_rows, **inputs)
+        plan = eager[runner.bucket_for(num_rows)]
+        for name, buffer in plan.inputs.items():
+            buffer.fill_(plan.padding[name])[:num_rows] = inputs[name]
+        for a, b in zip(got, plan.run(), strict=True):
+            assert_same_bits(a, b)
+    return {"detail": f"{len(buckets)} graphs, {30 + len(buckets)} replays"}
 
 
 # ------------------------------------------------------------------------------------- collectives
@@ -650,6 +693,7 @@ def all_tasks() -> list[Task]:
         if op in calls.CALLS:
             tasks += [Task(f"check {op} {kind}", 45) for kind in kinds(op)]
     tasks += [Task(f"capture {op}", 25) for op in calls.CALLS if kinds(op)]
+    tasks.append(Task("capture buckets", 25))
     if kinds("pcie_allreduce"):
         tasks += [Task(f"check collectives {num}", 30) for num in LOCAL_RANKS]
         tasks += [Task("capture collectives", 25), Task("missing rank", 25)]
@@ -663,6 +707,8 @@ def perform(name: str, say: Callable[[Row], None]) -> Row:
     kind, _, rest = name.partition(" ")
     if name.startswith("check collectives "):
         return check_collectives(int(name.split()[-1]))
+    if name == "capture buckets":
+        return capture_buckets()
     if name == "capture collectives":
         return capture_collectives()
     if name == "missing rank":

@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention
 
 from spec_kernels import _library
 from spec_kernels.ops import common
-from spec_kernels.testing import calls, collectives, on_device
+from spec_kernels.testing import calls, collectives, graph_safe, on_device
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
@@ -106,6 +106,21 @@ def test_the_check_fails_a_wrong_kernel(op):
 @pytest.mark.parametrize("op", calls.CALLS)
 def test_replays_equal_eager_calls(gpu_check, op):
     assert gpu_check.capture(op, "cpu", lambda function: function) == {"detail": "4 replays"}
+
+
+def _recorded(run):
+    recording = graph_safe.record(run)
+    return recording.replay, recording.outputs
+
+
+def test_replays_of_buckets_equal_eager_calls(gpu_check):
+    row = gpu_check.capture_buckets("cpu", (4, 8, 16), 64, _recorded)
+    assert row == {"detail": "3 graphs, 33 replays"}
+
+
+def test_replays_of_buckets_that_are_not_refreshed_are_seen(gpu_check):
+    with pytest.raises(AssertionError):
+        gpu_check.capture_buckets("cpu", (4, 8), 64, lambda run: (lambda: None, run()))
 
 
 @pytest.mark.parametrize("op", ["compact", "tree_verify"])
