@@ -219,7 +219,7 @@ def test_random_sequences_under_the_orders_that_are_not_random(machine, make_gro
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
-def test_back_to_back_calls_of_one_algorithm(machine, make_group, algorithm):
+def test_case_31_back_to_back_calls_leave_nothing_stale(machine, make_group, algorithm):
     """The same slots again and again, one rank lagging: what a wrong clear would show first."""
     seed(machine, 3, MAX_STEPS)
     group = make_group(4, island_size=2, table=table(2))
