@@ -75,10 +75,11 @@ def test_streams_and_local_groups_need_ranks(local):
 
 
 def test_the_checks_fail_wrong_kernels(local, monkeypatch):
-    real = DeviceGroup.all_reduce
+    real, kept = DeviceGroup.all_reduce, []
 
     def all_reduce(self, x, out=None, algorithm=0):
-        return real(self, x + 1 if self.rank == 1 else x, out, algorithm)
+        kept.append(x + 1 if self.rank == 1 else x)  # until the kernel has run
+        return real(self, kept[-1], out, algorithm)
 
     monkeypatch.setattr(DeviceGroup, "all_reduce", all_reduce)
     with pytest.raises(AssertionError, match="one_shot, integers 8 torch.float32, rank 0: "):
