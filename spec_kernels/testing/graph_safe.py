@@ -364,6 +364,7 @@ class _Run:
             self.add("copy", op, message, stack)
         is_by_data = torch.Tag.data_dependent_output in tags
         is_shaped = torch.Tag.dynamic_output_shape in tags and not base.endswith("index")
+        is_shaped &= kwargs.get("output_size") is None  # the caller knows it
         if masked or is_by_data or is_shaped or op in _READS_INSIDE:
             what = "a mask as an index" if masked else "the host reads a value"
             if is_shaped:

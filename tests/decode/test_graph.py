@@ -5,6 +5,7 @@ Recordings of ``graph_safe`` stand for CUDA graphs: what is frozen in one is fro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -398,6 +399,7 @@ class Toy:
         self.head = torch.nn.Linear(4, 4)
         self.eps, self.name = 1e-6, "toy"
         self.slotted = Slotted(2.0)
+        self.layers[0]["model"] = self
         self._buffers = {}
 
 
@@ -519,6 +521,88 @@ def test_replays_are_graph_safe(tiny):
     # and so is what fills the inputs, for one number of requests
     inputs = chains(2, 5)
     graph_safe.check(lambda: runner.run(2, **inputs), (inputs, plan.inputs))
+
+
+# ----------------------------------------------------------------------------- CUDA, feigned
+
+
+class FakeCuda:
+    """What ``torch.cuda`` is asked for; a broken capture raises once more when it is ended."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.current = [], "the caller's stream"
+        fake = self
+
+        class Graph:
+            def replay(self):
+                fake.log.append("replay")
+
+        class Stream:
+            def __init__(self, stream):
+                self.stream = stream
+
+            def __enter__(self):
+                self.before, fake.current = fake.current, self.stream
+
+            def __exit__(self, *error):
+                fake.current = self.before
+
+        class Capture:
+            def __init__(self, graph, **options):
+                fake.log.append(options)
+
+            def __enter__(self):
+                fake.current = "the capture's stream"
+
+            def __exit__(self, kind, *error):
+                if kind is not None:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                fake.current = "the caller's stream"
+
+        for name, value in {
+            "CUDAGraph": Graph,
+            "graph": Capture,
+            "graph_pool_handle": lambda: "pool",
+            "Stream": lambda: "the capture's stream",
+            "current_stream": lambda device: fake.current,
+            "stream": Stream,
+            "device": lambda device: contextlib.nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_on_cuda_all_buckets_share_one_pool_and_one_stream(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    out, ran = torch.zeros(4), []
+
+    def run():
+        ran.append(cuda.current)
+        return out
+
+    runner = GraphRunner(lambda bucket: Plan(run), [4, 8], device="cuda", num_warmups=1)
+    runner.capture()
+    assert ran == ["the caller's stream", "the capture's stream"] * 2
+    options = {
+        "pool": "pool",
+        "stream": "the capture's stream",
+        "capture_error_mode": "thread_local",
+    }
+    assert cuda.log == [options, options]
+    assert runner.replay(8) is out and runner.run(1) is out
+    assert cuda.log[2:] == ["replay", "replay"] and len(ran) == 4
+
+
+def test_on_cuda_what_broke_the_capture_is_raised_and_the_stream_put_back(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def run():
+        if cuda.current == "the capture's stream":
+            raise IndexError("no such page")
+
+    runner = GraphRunner(lambda bucket: Plan(run), [4], device="cuda")
+    with pytest.raises(CaptureError, match="IndexError: no such page"):
+        runner.capture()
+    assert cuda.current == "the caller's stream"
 
 
 # ----------------------------------------------------------------------------- several ranks

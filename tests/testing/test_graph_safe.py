@@ -216,6 +216,9 @@ SOUND = {
     "topk and sort": lambda w: w.out.copy_(w.x.topk(4, -1).values + w.x.sort(stable=True).values),
     "scatter, cumsum": lambda w: w.out.scatter_(1, w.ids[:, None], w.x.cumsum(1)),
     "searchsorted": lambda w: w.ids.copy_(torch.searchsorted(w.row, w.x[:, 0].contiguous())),
+    "repeat_interleave of a known size": lambda w: w.out.copy_(
+        w.x.repeat_interleave(w.ids, 0, output_size=3)),
+    "nonzero of a known size": lambda w: w.ids.copy_(w.mask.nonzero_static(size=3)[:, 0]),
     "repeat_interleave by a number": lambda w: w.out.copy_(w.x[:, :2].repeat_interleave(2, 1)),
     "ones, arange": lambda w: w.row.add_(torch.ones(4) + torch.arange(4)),
     "other dtype": lambda w: w.out.copy_(w.x.to(torch.bfloat16).float()),
