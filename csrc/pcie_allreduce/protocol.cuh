@@ -176,7 +176,7 @@ class Call {
  public:
   __device__ explicit Call(const Params& p)
       : p_(p), control_(*reinterpret_cast<Control*>(p.slabs[p.rank])) {
-    epoch_ = load_relaxed_system(&control_.finished) + 1;
+    epoch_ = slab::next_epoch(load_relaxed_system(&control_.finished));
 #if defined(SK_MUTANTS)
     if (mutant("allreduce_block_epoch")) epoch_ = control_.flags[blockIdx.x][p.rank] + 1;
     if (mutant("allreduce_host_epoch")) epoch_ = p.host_epoch;
@@ -292,7 +292,7 @@ class Call {
   // one that is not raised for days must not look like one to come.
   __device__ bool raised(uint32_t flag) const {
     if (mutant("allreduce_old_flag")) return static_cast<int32_t>(flag - epoch_) >= 0;
-    return flag - epoch_ <= 1u;
+    return flag == epoch_ || flag == slab::next_epoch(epoch_);
   }
 
   __device__ Control& control(int rank) const {

@@ -46,6 +46,13 @@ enum Algorithm : int32_t {  // spec_kernels/ops/pcie_allreduce/algorithms.py
   kTwoShotInt8,
 };
 
+// Epochs run from 0 to here and start anew. It is odd, for halves to alternate, and no word at rest
+// looks like an epoch or the one after it.
+constexpr uint32_t kLastEpoch = 0xFFFFFFFDu;
+SK_HOST_DEVICE constexpr uint32_t next_epoch(uint32_t epoch) {
+  return epoch < kLastEpoch ? epoch + 1 : 0;
+}
+
 // Words of the control page. `finished`, `arrived` and `claim` are touched by the own device alone;
 // peers store to `abort` and `flags`.
 struct Control {

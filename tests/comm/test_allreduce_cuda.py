@@ -339,6 +339,9 @@ def test_nothing_is_launched_for_nothing(machine, make_group):
     group = make_group(2)
     before = machine.num_launches()
     group.all_reduce(0, torch.empty(0))
+    for num_rows, hidden in ((0, 7), (3, 0)):
+        x, residual, out = (torch.empty(num_rows, hidden) for _ in range(3))
+        group.all_reduce_norm(0, x, residual, torch.empty(hidden), out)
     group.all_gather(0, torch.empty(0))
     group.broadcast(0, torch.empty(0), 1)
     assert machine.num_launches() == before
@@ -723,6 +726,52 @@ def test_case_30_the_epoch_wraps(machine, make_group, algorithm):
     assert all(bool((out == 15).all()) for out in outs)
     assert all(torch.equal(out, torch.stack(xs)) for out in gathered)
     group.assert_at_rest()
+
+
+@pytest.mark.parametrize("finished", [(1 << 31) - 1, (1 << 32) - 4, (1 << 32) - 3])
+@pytest.mark.parametrize("call", ["all_gather", "broadcast", "barrier", "hierarchical_pull"])
+def test_flags_that_were_never_raised_say_nothing(machine, make_group, call, finished):
+    seed(machine, 2, max_steps=1 << 24)
+    machine.set_clock(1000)
+    group = make_group(4, island_size=2, table=table(2))
+    set_epoch(group, finished, -1)
+    for rank in (0, 1):
+        x = torch.full((500,), 2.0**rank)
+        if call == "all_gather":
+            group.all_gather(rank, x, timeout_ms=1)
+        elif call == "broadcast":
+            group.broadcast(rank, x, 2, timeout_ms=1)
+        elif call == "barrier":
+            group.barrier(rank, timeout_ms=1)
+        else:
+            group.all_reduce(rank, x, algorithm=4, timeout_ms=1)
+    group.synchronize()
+    messages = [group.check(rank) for rank in (0, 1)]
+    assert any("phase flag" in m for m in messages), messages
+
+
+def test_epochs_start_anew(machine, make_group):
+    """Everything goes on across the end of the epochs, under graphs too."""
+    seed(machine, 4, MAX_STEPS)
+    group = make_group(
+        4, island_size=2, one_shot_bytes=8 << 10, two_shot_bytes=8 << 10, table=table(3)
+    )
+    machine.slow(group.devices[2], 12)
+    set_epoch(group, (1 << 32) - 1 - NUM_CALLS, -1)
+    xs = [torch.ones(700) for _ in range(4)]
+    with machine.record() as graph:
+        for rank, x in enumerate(xs):
+            group.all_reduce(rank, x, x, 4)
+    sequence, rng = Sequence(group, 11, (1, 2, 3, 4), (1, 300, 1500)), random.Random(0)
+    for i in range(NUM_CALLS):
+        sequence.add()
+        call = FusedCall(group, rng, 2, 900, DTYPES[i % 2], rng.choice((1, 2, 3, 4)))
+        sequence.checks.append(call.check)
+        if i % 8 == 0:
+            machine.replay(graph)
+    sequence.finish()
+    assert all(bool((x == 4.0 ** -(-NUM_CALLS // 8)).all()) for x in xs)
+    assert all(int(slab.view(torch.uint32)[0]) < 8 * NUM_CALLS for slab in group.slabs)
 
 
 # Failures
