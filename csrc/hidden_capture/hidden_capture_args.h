@@ -29,7 +29,7 @@ inline HiddenCaptureArgs hidden_capture_args(const char* op, const std::optional
   check_operand("weight", weight, {hidden});
   check_operand("out", out, {num_rows, hidden});
   if (x) check_operand(x_name, *x, {num_rows, hidden});
-  SK_CHECK(num_rows == 0 || out.data_ptr() != residual.data_ptr(), op, "out",
+  SK_CHECK(residual.numel() == 0 || out.data_ptr() != residual.data_ptr(), op, "out",
            "a tensor other than residual", "the same memory");
 
   HiddenCaptureArgs args{};

@@ -173,7 +173,15 @@ def test_case_23_fused_equals_separate_and_captures_the_whole_sum(world_size, po
     def worker(comm):
         streams = []
         for dtype in DTYPES[:2]:
-            for num_rows, hidden in ((0, 8), (1, 1), (3, 40), (7, 700), (9, 1024), (2, 3001)):
+            for num_rows, hidden in (
+                (0, 8),
+                (3, 0),
+                (1, 1),
+                (3, 40),
+                (7, 700),
+                (9, 1024),
+                (2, 3001),
+            ):
                 sums = revealing(num_rows * hidden, dtype)
                 streams.append(normed(comm, sums, num_rows, hidden, dtype, gap=3))
                 parts = [p.view(num_rows, hidden) for p in sums[: comm.world_size]]

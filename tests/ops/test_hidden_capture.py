@@ -204,6 +204,16 @@ def test_squares_beyond_the_range_give_zero(backend, dtype):
     assert (got == 0).all()
 
 
+def test_rows_without_columns(backend, dtype):
+    """Tensors without elements have no address, or one and the same."""
+    for num_rows in (0, 3):
+        x, residual = (torch.empty(num_rows, 0, dtype=dtype) for _ in range(2))
+        capture = torch.empty(num_rows, 2, 0, dtype=dtype)
+        weight = torch.empty(0, dtype=dtype)
+        got = hidden_capture(x, residual, weight, EPS, capture=capture, slot=1, backend=backend)
+        assert got.shape == (num_rows, 0)
+
+
 def test_zero_row(backend, dtype):
     x, _, weight = make(3, 40, dtype)
     got = hidden_capture(-x, x.clone(), weight, EPS, backend=backend)
