@@ -112,8 +112,8 @@ def links(args: argparse.Namespace) -> int:
     from spec_kernels.comm.device_group import Platform
     from spec_kernels.comm.p2p import Links, groups_of, render
 
-    devices = args.devices and [int(d) if d.isdigit() else d for d in args.devices]
     try:
+        devices = args.devices and [int(d) if d.isdecimal() else d for d in args.devices]
         platform = Platform.cuda()
         with Links(platform.library, platform.driver(), devices) as tried:
             if len(tried.names) < 2:

@@ -108,6 +108,7 @@ class LinkMeasurements:
             AttributeError,
             KeyError,
             OverflowError,
+            RecursionError,
             TypeError,
             json.JSONDecodeError,
         ) as error:

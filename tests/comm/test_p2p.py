@@ -44,6 +44,7 @@ def test_measurements_survive_json():
         ("no json", "to_json"),
         ("[]", "to_json"),
         ("{}", "to_json"),
+        ("[" * 100_000, "RecursionError"),
         ('{"gpus": [{"uuid": "a"}]}', "to_json"),
         ('{"gpus": [], "more": 1}', "to_json"),
         ('{"gpus": [], "flows": [{"flows": [[0, 1]]}]}', "below 0"),
@@ -221,7 +222,8 @@ def test_the_command_says_what_cannot_be_relied_on(command, fake):
 def test_the_command_without_anything_to_try(command, fake, monkeypatch):
     fake.devices(1)
     assert command()[0] == 2
-    assert command("--devices", "7")[0] == 2
+    for device in ("7", "²", "9" * 5000):
+        assert command("--devices", device)[0] == 2
     fake.devices(0)
     code, _, error = command()
     assert code == 2 and "CUDA_ERROR_NO_DEVICE" in error
