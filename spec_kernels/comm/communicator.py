@@ -123,11 +123,11 @@ class Communicator:
 
         All ranks call it at the same time. Arguments, errors and what every rank must keep to: see
         ``comm.device_group.DeviceGroup``. Tensors elsewhere go the way that they went before.
-        ``close`` closes it.
+        ``close`` closes it. A group that was closed, or left after a failure, may be replaced.
         """
         from spec_kernels.comm.device_group import DeviceGroup
 
-        if self._devices is not None:
+        if self._devices is not None and not self._devices.closed:
             raise ValueError(f"attach_device: expected none yet, got {self._devices.device}")
         self._devices = DeviceGroup(self, device, **options)
         return self._devices

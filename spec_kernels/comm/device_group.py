@@ -25,7 +25,12 @@ from spec_kernels.comm.schedules import has_islands
 from spec_kernels.comm.selection import MAX_ENTRIES, Selection, seed
 from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, AUTO, algorithm_id
 from spec_kernels.ops.pcie_allreduce.api import DEFAULT_TIMEOUT_MS
-from spec_kernels.ops.pcie_allreduce.checks import MAX_RANKS
+from spec_kernels.ops.pcie_allreduce.checks import (
+    MAX_RANKS,
+    check_all_gather,
+    check_allreduce,
+    check_broadcast,
+)
 
 DEFAULT_ONE_SHOT_BYTES, DEFAULT_TWO_SHOT_BYTES = 64 << 10, 1 << 20
 _UNLIMITED = (1 << 63) - 1
@@ -209,6 +214,7 @@ class DeviceGroup:
         device: this rank's, as torch names it.
         links: what ``comm.p2p.verify`` found; None if it was not asked.
         limit: bytes of the longest message that the kernels take unless an algorithm is named.
+        closed: whether this rank has left.
 
     Raises:
         ValueError: arguments that no group can have.
@@ -248,7 +254,7 @@ class DeviceGroup:
         self._slab = self._status = 0
         self._slabs: list[int] = [0] * world_size  # of every rank, as mapped here
         self._imports: list[int] = []
-        self._attached = self._leaving = False
+        self._attached = self._leaving = self.closed = False
 
     def _build(
         self,
@@ -404,13 +410,11 @@ class DeviceGroup:
         selection's, and beyond the selection ``fallback``.
         """
         op = "pcie_allreduce"
+        algorithm = algorithm_id(op, algorithm)
         if out is None:
             out = torch.empty_like(x)
-        if algorithm != AUTO:
-            algorithm = algorithm_id(op, algorithm)
-        elif x.nbytes > self.limit:
-            self._fallback_all_reduce(op, x, out)
-            return out
+        if algorithm == AUTO and x.nbytes > self.limit:
+            return self._fallback_all_reduce(op, x, out)
         self._call(op, x, out, behind=(algorithm,))
         return out
 
@@ -431,14 +435,17 @@ class DeviceGroup:
         Arguments as for ``spec_kernels.pcie_allreduce_norm``, ``algorithm`` as for ``all_reduce``.
         """
         op = "pcie_allreduce_norm"
+        algorithm = algorithm_id(op, algorithm)
         if out is None:
             out = torch.empty_like(x)
-        if algorithm != AUTO:
-            algorithm = algorithm_id(op, algorithm)
-        elif x.nbytes > self.limit:
-            self._fallback_all_reduce(op, x, out)
-            ops = self.platform.ops
-            ops.hidden_capture.default(out, residual, weight, eps, out, capture, slot)
+        if algorithm == AUTO and x.nbytes > self.limit:
+            # Not in `out`: what else is wrong with the arguments shows only afterwards.
+            total = self._fallback_all_reduce(op, x, torch.empty_like(x))
+            hidden_capture = self.platform.ops.hidden_capture.default
+            try:
+                hidden_capture(total, residual, weight, eps, out, capture, slot)
+            except RuntimeError as error:
+                raise translated(error) from None
             return out
         self._call(op, x, residual, weight, eps, out, capture, slot, behind=(algorithm,))
         return out
@@ -448,6 +455,7 @@ class DeviceGroup:
         if out is None:
             out = x.new_empty((self.world_size, *x.shape))
         if self.limit < 0:
+            check_all_gather("pcie_all_gather", x, out, self.world_size)
             distributed.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=self.fallback)
             return out
         self._call("pcie_all_gather", x, out)
@@ -456,6 +464,7 @@ class DeviceGroup:
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrites ``x`` with rank ``src``'s, any dtype; returns ``x``."""
         if self.limit < 0:
+            check_broadcast("pcie_broadcast", x, src, self.world_size)
             distributed.broadcast(x, group=self.fallback, group_src=src)
             return x
         self._call("pcie_broadcast", x, src)
@@ -469,6 +478,10 @@ class DeviceGroup:
         self._call("pcie_barrier")
 
     def _call(self, op: str, *arguments, behind: tuple[int, ...] = ()) -> None:
+        if self.limit < 0:
+            raise ValueError(
+                f"{op}: algorithm: expected auto, for ranks on several machines, got {behind[0]}"
+            )
         if self.workspace is None:
             raise RuntimeError("DeviceGroup: expected an open one, got one that was closed")
         function = getattr(self.platform.ops, op).default
@@ -478,15 +491,17 @@ class DeviceGroup:
         except RuntimeError as error:
             raise translated(error) from None
 
-    def _fallback_all_reduce(self, op: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _fallback_all_reduce(self, op: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if self.fallback is None:
             raise ValueError(
                 f"{op}: input: expected at most {self.limit} bytes, as the group's selection ends, "
                 f"or a group with fallback= (NCCL) to take more, got {x.nbytes} bytes"
             )
+        check_allreduce(op, x, out)
         if out is not x:
             out.copy_(x)
         distributed.all_reduce(out, group=self.fallback)
+        return out
 
     def use_stream(self, stream) -> None:
         """Binds the group to ``stream`` (a torch.cuda.Stream, or its handle as an integer).
@@ -515,6 +530,7 @@ class DeviceGroup:
         If they do not come (within the communicator's timeout), it stays allocated until this
         process ends, and this raises. Ranks of a local group are closed one after another.
         """
+        self.closed = True
         if self._leaving:
             return
         if self._together is None:
@@ -535,6 +551,7 @@ class DeviceGroup:
 
     def leave(self) -> None:
         """Aborts and leaves alone: peers are not waited for, and the slab stays allocated."""
+        self.closed = True
         if not self._leaving:
             problems: list[str] = []
             _attempt(problems, self.abort)

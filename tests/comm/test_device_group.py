@@ -430,6 +430,11 @@ def test_a_communicator_gives_its_device_tensors_to_the_group(platform, machine,
         assert machine.num_launches() == before + 3
         with pytest.raises(ValueError, match="attach_device: expected none yet"):
             comm.attach_device(comm.rank, platform=platform)
+        group.close()
+        with pytest.raises(RuntimeError, match="one that was closed"):
+            comm.all_reduce(x)
+        group = comm.attach_device(comm.rank, platform=platform, **SMALL)
+        assert comm.all_reduce(x).eq(2).all()
         comm.close()
         with pytest.raises(RuntimeError, match="one that was closed"):
             group.all_reduce(x)
@@ -470,12 +475,20 @@ def test_a_fallback_takes_longer_messages(platform, machine, tmp_path):
             x = torch.full((101,), 1.0 + comm.rank)
             assert group.all_reduce(x).eq(3).all() and x.eq(1 + comm.rank).all()
             assert machine.num_launches() == before
+            assert group.all_reduce(x, algorithm="auto").eq(3).all()
+            assert machine.num_launches() == before
             assert group.all_reduce(x[:100]).eq(3).all()
             assert machine.num_launches() == before + 1
             rows, residual, weight = x[None].clone(), torch.ones(1, 101), torch.ones(101)
             normed = group.all_reduce_norm(rows, residual, weight, 0.0)
             assert residual.eq(4).all() and normed.allclose(torch.ones(1, 101))
             assert rows.eq(1 + comm.rank).all() and machine.num_launches() == before + 2
+            for out in (torch.empty(2, 101), torch.empty(101).double(), torch.empty(202)[::2]):
+                with pytest.raises(ValueError, match="pcie_allreduce: out: expected"):
+                    group.all_reduce(x, out)
+            with pytest.raises(ValueError, match="out: expected a tensor other than residual"):
+                group.all_reduce_norm(rows, residual, weight, 0.0, out=residual[:])
+            assert residual.eq(4).all()
         distributed.destroy_process_group()
 
     run(worker, 2)
@@ -493,6 +506,13 @@ def test_several_machines(platform, tmp_path, monkeypatch, fake):
             assert group.all_reduce(torch.ones(5)).eq(2).all()
             assert group.all_gather(torch.tensor([[comm.rank]])).tolist() == [[[0]], [[1]]]
             assert group.broadcast(torch.tensor([comm.rank]), 1).item() == 1
+            assert group.all_reduce(torch.ones(5), algorithm="auto").eq(2).all()
+            with pytest.raises(ValueError, match="algorithm: expected auto, for ranks on several"):
+                group.all_reduce(torch.ones(5), algorithm="one_shot")
+            with pytest.raises(ValueError, match="pcie_broadcast: src: expected"):
+                group.broadcast(torch.ones(5), 2)
+            with pytest.raises(ValueError, match="pcie_all_gather: input: expected a contiguous"):
+                group.all_gather(torch.ones(4, 2).T)
             group.barrier()
             group.check()
         distributed.destroy_process_group()
