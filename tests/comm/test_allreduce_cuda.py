@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
 )
 
-NUM_CALLS = int(os.environ.get("SPEC_KERNELS_ALLREDUCE_CALLS", "24"))
+NUM_CALLS = int(os.environ.get("SPEC_KERNELS_ALLREDUCE_CALLS", "16"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {1: "one_shot", 2: "two_shot", 3: "hierarchical", 4: "hierarchical_pull"}
 MAX_STEPS = max(NUM_CALLS, 32) << 19  # several times what the longest sequence takes

@@ -32,6 +32,7 @@ MUTANTS = {
     ),
     "allreduce_no_poison": ("allreduce_cuda", "test_case_36_a_missing_rank_ends_the_call", 0),
     "allreduce_old_flag": ("allreduce_cuda", "test_case_30_a_flag_of_long_ago_says_nothing", 0),
+    "allreduce_norm_stale": ("allreduce_cuda", "test_case_30_fused_calls_among_others", 0),
     "allreduce_one_slot": (
         "allreduce_cuda",
         "test_case_31_back_to_back_calls_leave_nothing_stale",
