@@ -426,8 +426,9 @@ def test_collectives_are_checked(gpu_check, local_ranks):
     row = gpu_check.check_collectives(4, local_ranks, (5, 700), ((2, 40),))
     said = row["detail"].split(", ")
     exact = ["one_shot", "two_shot", "hierarchical", "hierarchical_pull"]
-    assert said[:4] == exact and [f"fused {name}" for name in exact] == said[4:8]
-    assert said[8:] == ["0 bytes", "3 bytes", "100000 bytes"]
+    assert said[:4] == exact and [f"fused {name}" for name in exact] == said[7:11]
+    assert said[4:7] == ["hierarchical_bf16", "two_shot_fp8", "two_shot_int8"]
+    assert said[11:] == ["0 bytes", "3 bytes", "100000 bytes"]
 
 
 def test_collectives_are_timed(gpu_check, local_ranks):
