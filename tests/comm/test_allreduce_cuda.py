@@ -6,6 +6,7 @@ sentinel again. ``SPEC_KERNELS_ALLREDUCE_CALLS`` makes the random sequences long
 """
 
 import ctypes
+import itertools
 import os
 import random
 
@@ -543,6 +544,25 @@ def test_fused_lossy_sums_are_the_two_ops(machine, make_group, dtype, algorithm)
     group.assert_at_rest()
 
 
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_the_input_of_the_fused_form_may_be_the_residual(machine, make_group, algorithm):
+    group = make_group(4, island_size=2, table=table(2))
+    rng = random.Random(1)
+    xs = [revealing(rng, 3 * 700, torch.float32).view(3, 700) for _ in range(4)]
+    starts, outs, weight = (
+        [x.clone() for x in xs],
+        [torch.full_like(x, 9) for x in xs],
+        torch.ones(700),
+    )
+    for rank, x in enumerate(xs):
+        group.all_reduce_norm(rank, x, x, weight, outs[rank], algorithm=algorithm)
+    group.synchronize()
+    total, want = ordered_sum(starts), torch.empty(3, 700)
+    for x, start, out in zip(xs, starts, outs, strict=True):
+        group.ops.hidden_capture.default(total, start, weight, 1e-5, want, None, 0)
+        assert same_bits(x, start) and same_bits(out, want)
+
+
 @pytest.mark.parametrize("slowed", [None, 0, 5])
 def test_case_30_fused_calls_among_others(machine, make_group, slowed):
     """What corrupted hidden states elsewhere: fused calls back to back, among sums, one rank a call
@@ -866,6 +886,41 @@ def test_case_37_ranks_that_disagree_on_the_size_end(machine, make_group):
     group.synchronize()
     assert group.check(0) and "rank 0 did not arrive" in group.check(1)
     assert all(bool(out.isnan().all()) for out in later)
+
+
+@pytest.mark.parametrize("one,others", list(itertools.permutations(NAMES, 2)))
+def test_case_37_ranks_that_disagree_on_the_algorithm_end(machine, make_group, one, others):
+    """Each element is the sum or poison, every rank is told, and no later call is believed."""
+    seed(machine, 2, max_steps=1 << 25)
+    machine.set_clock(1000)
+    group = make_group(4, island_size=2, table=table(2))
+    xs = [torch.full((700,), 2.0**r) for r in range(4)]
+    for algorithm in NAMES:  # all regions have been in use
+        for rank, x in enumerate(xs):
+            group.all_reduce(rank, x, algorithm=algorithm)
+    group.synchronize()
+    options = [dict(algorithm=one if r == 3 else others, timeout_ms=1) for r in range(4)]
+    outs = [group.all_reduce(r, x, **options[r]) for r, x in enumerate(xs)]
+    later = [group.all_reduce(r, x, timeout_ms=1) for r, x in enumerate(xs)]
+    group.synchronize()
+    assert all(bool(((out == 15) | out.isnan()).all()) for out in outs)
+    assert all(bool(out.isnan().all()) for out in later)
+    assert all(group.check(r) for r in range(4))
+
+
+def test_two_groups_take_turns_on_one_stream(machine, make_group):
+    seed(machine, 5, MAX_STEPS)
+    groups = [make_group(3, table=table(2)), make_group(3, table=table(1))]
+    own = groups[1].streams
+    groups[1].streams = groups[0].streams
+    machine.slow(groups[0].devices[1], 12)
+    sequences = [Sequence(group, k, (1, 2), (1, 300, 1500)) for k, group in enumerate(groups)]
+    rng = random.Random(4)
+    for _ in range(NUM_CALLS):
+        rng.choice(sequences).add()
+    for sequence in sequences:
+        sequence.finish()
+    groups[1].streams = own
 
 
 def test_case_40_a_second_stream_is_refused(machine, make_group):
