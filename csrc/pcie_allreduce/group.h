@@ -22,10 +22,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "pcie_allreduce/slab.h"
+
 namespace spec_kernels {
 namespace group {
 
-constexpr int kMaxRanks = 8;
+constexpr int kMaxRanks = slab::kMaxRanks;
 constexpr uint64_t kMagic = 0x315055524f524753;  // "SGRORUP1"
 constexpr uint32_t kVersion = 2;
 constexpr int kLine = 128;  // two cache lines: the adjacent-line prefetcher would make one shared

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 
-from spec_kernels import _library
+from spec_kernels import __version__, _library
 from spec_kernels.comm.policy import Policy, choose_policy, num_cores
 from spec_kernels.ops.pcie_allreduce import reference
 from spec_kernels.ops.pcie_allreduce.algorithms import AUTO, algorithm_id
@@ -152,9 +152,7 @@ class Communicator:
                 self.rank,
                 self.world_size,
                 self.timeout_ms,
-                algorithm
-                if isinstance(algorithm, int)
-                else algorithm_id("pcie_allreduce", algorithm),
+                algorithm_id("pcie_allreduce", algorithm),
             )
         except RuntimeError as error:
             raise translated(error) from None
@@ -196,9 +194,7 @@ class Communicator:
                 self.rank,
                 self.world_size,
                 self.timeout_ms,
-                algorithm
-                if isinstance(algorithm, int)
-                else algorithm_id("pcie_allreduce_norm", algorithm),
+                algorithm_id("pcie_allreduce_norm", algorithm),
             )
         except RuntimeError as error:
             raise translated(error) from None
@@ -284,7 +280,7 @@ class Communicator:
             self.abort(f"{kind.__name__}: {error}")
         self.close()
 
-    def _agree(self, settings: Mapping[str, object]) -> None:
+    def agree(self, settings: Mapping[str, object]) -> None:
         """Compares settings across ranks; all raise, naming what differs, or none does."""
         plain = json.loads(json.dumps(dict(settings), sort_keys=True, default=str))
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
@@ -467,8 +463,6 @@ def _environment_number(name: str, default: str | None = None) -> int:
 
 
 def _settings(config, **own) -> dict[str, object]:
-    from spec_kernels import __version__
-
     settings = {"version": __version__, **own}
     if isinstance(config, bytes | bytearray):
         settings["config"] = hashlib.sha256(config).hexdigest()
@@ -483,7 +477,7 @@ def _bind_segment(segment, rank, timeout_ms, config, capacity=None) -> Communica
     world_size = segment.world_size
     comm = Communicator(rank, world_size, "shared memory", workspace, timeout_ms, segment=segment)
     capacity = capacity or segment.capacity
-    comm._agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
+    comm.agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
     return comm
 
 
@@ -494,7 +488,7 @@ def _bind_gloo(
     workspace = torch.zeros(64, dtype=torch.uint8)  # its address names the group
     comm = Communicator(rank, world_size, transport, workspace, timeout_ms, gloo=gloo)
     comm._store = store  # rank 0 serves it
-    comm._agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
+    comm.agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))
     return comm
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from spec_kernels import _library
+from spec_kernels import __version__, _library
 from spec_kernels.comm import p2p
 from spec_kernels.comm.communicator import translated
 from spec_kernels.comm.cuda_driver import Device, DeviceName, Driver
@@ -171,12 +171,6 @@ def _fail(name: str, expected: str, got: object):
     raise ValueError(f"DeviceGroup: {name}: expected {expected}, got {got}")
 
 
-def _version() -> str:
-    from spec_kernels import __version__  # the package imports this module while it is made
-
-    return __version__
-
-
 def _machine() -> str:
     """Names this boot of this machine, since host names need not differ."""
     try:
@@ -317,7 +311,7 @@ class DeviceGroup:
         self.device = self.platform.torch_device(self._device.name)
         s = self.settings
         told = {"device": vars(self._device.name), "machine": _machine(), "handle": ""}
-        told["settings"] = {"version": _version(), **vars(s)}
+        told["settings"] = {"version": __version__, **vars(s)}
         if self.world_size == 1:
             return told
         self._slab_bytes = self.platform.library.spec_kernels_pcie_slab_bytes(

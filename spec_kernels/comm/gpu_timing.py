@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spec_kernels import _library
+from spec_kernels import __version__, _library
 from spec_kernels.comm.bench import Row, contribution, percentiles, rank_store
 from spec_kernels.comm.device_group import DeviceGroup, Platform
 from spec_kernels.comm.islands import islands_from
@@ -210,8 +210,6 @@ def key_of(report: Report, topology: Topology) -> Key:
 
     ValueError for a GPU that no driver gave a UUID: a cache may be shared by several machines.
     """
-    from spec_kernels import __version__
-
     unnamed = [gpu.pci for gpu in topology.gpus if not gpu.uuid]
     if unnamed:
         raise ValueError(f"no UUID is known of GPU {', '.join(unnamed)} (is NVML there?)")

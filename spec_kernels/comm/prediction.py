@@ -14,7 +14,6 @@ from spec_kernels.comm.validation import TOLERANCE, Comparison, compare, table
 from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
 
 _LOSSY_NAMES = frozenset(name for name, number in ALGORITHMS.items() if number in LOSSY)
-_SHORT = {"hierarchical": "hier", "two_shot": "two"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,4 @@ def render(p: Prediction) -> list[str]:
 
 
 def _short(name: str) -> str:
-    for long, short in _SHORT.items():
-        if name.startswith(f"{long}_") and name != "two_shot":
-            return name.replace(long, short, 1)
-    return {"hierarchical": "hier"}.get(name, name)
+    return name.replace("hierarchical", "hier").replace("two_shot_", "two_")

@@ -96,7 +96,6 @@ def has_islands(num_ranks: int, island_size: int) -> bool:
 
 def algorithms_for(num_ranks: int, island_size: int = 0, *, lossy: bool = False) -> tuple[str, ...]:
     """Algorithms that a group can run, in the order of their numbers."""
-
     return tuple(
         name
         for name in SCHEDULED

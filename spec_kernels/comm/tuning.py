@@ -283,7 +283,7 @@ def tune_group(
     Raises:
         RuntimeError: ranks differ in their keys or in the table; on all ranks, naming what differs.
     """
-    comm._agree({"all-reduce key": key.digest, "refresh": refresh, **_named(asdict(key))})
+    comm.agree({"all-reduce key": key.digest, "refresh": refresh, **_named(asdict(key))})
     kept = load(key, directory, warn) if comm.rank == 0 and not refresh else None
     found = comm.exchange(None if kept is None else kept.as_dict())[0]
     if found is not None:
@@ -296,7 +296,7 @@ def tune_group(
             slowest=lambda us: max(comm.exchange(us)),
             **options,
         )
-    comm._agree({"all-reduce table": json.dumps(selection.as_dict())})
+    comm.agree({"all-reduce table": json.dumps(selection.as_dict())})
     if found is None and comm.rank == 0:
         store(key, selection, directory, warn)
     return selection
