@@ -15,12 +15,14 @@ import torch
 from cuda_on_host import emulated, fake_driver, host_build
 from torch import distributed
 
-from spec_kernels.comm import Communicator, device_group
+from spec_kernels.comm import Communicator, device_group, p2p, schedules
 from spec_kernels.comm.communicator import shared_memory_reason
 from spec_kernels.comm.device_group import DeviceGroup
 from spec_kernels.comm.launch import RankGroup, launch
 from spec_kernels.comm.selection import Entry as Choice
 from spec_kernels.comm.selection import Selection
+from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS
+from spec_kernels.ops.pcie_allreduce.checks import SCALE_GROUP
 from spec_kernels.ops.pcie_allreduce.reference import ordered_sum
 
 TIMEOUT = 120
@@ -83,18 +85,27 @@ def test_ranks_in_processes_sum_on_their_devices(world_size, platform, fake):
 
 MIRRORED = """
 #include <cstdio>
+#include "pcie_allreduce/p2p.h"
 #include "pcie_allreduce/slab.h"
+namespace p2p = spec_kernels::p2p;
 using namespace spec_kernels::slab;
 int main() {
   std::printf("%d %d %zu %zu", kVersion, kMaxRanks, sizeof(Attach), sizeof(Entry));
   std::printf(" %zu %zu %d", sizeof(Status), offsetof(Control, abort), kMaxEntries);
+  std::printf(" %d %d %d", kMaxBlocks, kPacketBytes, kTilePackets);
+  std::printf(" %d %d", static_cast<int>(kScaleGroup), kTwoShotInt8);
+  std::printf(" %d %d %zu", p2p::kNumBlocks, p2p::kPacketBytes, sizeof(p2p::Findings));
+  std::printf(" %zu", sizeof(p2p::Timing));
+  for (int ranks = 1; ranks <= kMaxRanks; ++ranks)
+    for (int island = 0; island <= kMaxRanks; ++island)
+      std::printf(" %d", has_islands(ranks, island));
 #define AT(field) std::printf(" %zu", offsetof(Attach, field));
   FIELDS
 }
 """
 
 
-def test_structures_are_those_of_the_header(tmp_path):
+def test_what_python_repeats_is_as_the_headers_have_it(tmp_path):
     fields = [name for name, _ in device_group.Attach._fields_]
     source, program = tmp_path / "mirrored.cpp", tmp_path / "mirrored"
     source.write_text(MIRRORED.replace("FIELDS", "".join(f"AT({name}) " for name in fields)))
@@ -102,12 +113,17 @@ def test_structures_are_those_of_the_header(tmp_path):
     done = host_build.run_compiler([*command, str(source), "-o", str(program)])
     assert done.returncode == 0, done.stderr
     told = list(map(int, subprocess.run([program], capture_output=True, text=True).stdout.split()))
-    assert told[:7] == [
+    ranks = range(1, device_group.MAX_RANKS + 1)
+    assert told == [
         device_group.VERSION, device_group.MAX_RANKS, ctypes.sizeof(device_group.Attach),
         ctypes.sizeof(device_group.Entry), device_group.STATUS_BYTES, device_group.ABORT_OFFSET,
         device_group.MAX_ENTRIES,
+        schedules.MAX_BLOCKS, schedules.PACKET_BYTES, schedules.TILE_PACKETS,
+        SCALE_GROUP, max(ALGORITHMS.values()),
+        p2p._NUM_BLOCKS, p2p._PACKET_BYTES, p2p._RECORD_BYTES, p2p._RECORD_BYTES,
+        *(schedules.has_islands(num, size) for num in ranks for size in (0, *ranks)),
+        *(getattr(device_group.Attach, name).offset for name in fields),
     ]  # fmt: skip
-    assert told[7:] == [getattr(device_group.Attach, name).offset for name in fields]
 
 
 def test_ranks_that_meet_through_gloo(platform):

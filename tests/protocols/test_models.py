@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 MODEL = Path(__file__).with_name("allreduce.pml")
+DOCS = MODEL.parents[2] / "docs" / "allreduce.md"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 pytestmark = pytest.mark.skipif(
@@ -98,6 +99,7 @@ def test_no_state_is_wrong_and_none_is_stuck(outcomes, name):
     states = int(re.search(r"(\d+) states, stored", output)[1])
     print(f"{name}: {states} states")
     assert states == MODELS[name][1]
+    assert f" | {states} |\n" in DOCS.read_text()
 
 
 @pytest.mark.parametrize("name", BROKEN)
