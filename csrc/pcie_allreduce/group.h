@@ -79,8 +79,7 @@ struct Policy {
 
 // Life of a rank, one word. While it lives, the word holds the id of a thread that does nothing but
 // hold it; the kernel sets kOwnerDied when that thread ends in any way (a robust futex). No process
-// id is ever trusted.
-constexpr uint32_t kUnbound = 0;
+// id is ever trusted. 0: nobody is bound yet.
 constexpr uint32_t kOwnerDied = FUTEX_OWNER_DIED;
 constexpr uint32_t kLeft = 0xffffffffu;
 

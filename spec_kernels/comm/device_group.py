@@ -121,7 +121,8 @@ class Platform:
 
     @staticmethod
     def cuda() -> Platform:
-        """RuntimeError: the op library for CUDA is not loaded."""
+        """RuntimeError: there is no CUDA driver, or the op library for CUDA is not loaded."""
+        Driver()  # where there is none, no library would help
         state = _library.LIBRARIES["cuda"]
         if not state.loaded:
             raise RuntimeError(f"DeviceGroup: _C_cuda: {state.reason}")
