@@ -463,10 +463,11 @@ def random_case(rng):
     num_slots = batch * num_nodes + rng.randint(0, 3)
     order = torch.randperm(num_slots, generator=generator)[: batch * num_nodes]
     tree["slots"] = order.view(batch, num_nodes)
-    for links in ("first_child", "next_sibling", "slots"):
+    bad = {"first_child": [-1, -2, 0, num_nodes], "next_sibling": [-1, -2, 0, num_nodes]}
+    bad["slots"] = [-1, -2, num_slots]  # one of another node's would be written twice
+    for name, values in bad.items():
         if rng.random() < 0.3:
-            node = rng.randrange(num_nodes)
-            tree[links][rng.randrange(batch), node] = rng.choice([-1, -2, 0, num_nodes, num_slots])
+            tree[name][rng.randrange(batch), rng.randrange(num_nodes)] = rng.choice(values)
     logits = torch.randn(batch, num_nodes, vocab, generator=generator) * rng.choice([0.5, 4.0, 60])
     target = torch.softmax(logits, -1)
     if rng.random() < 0.3:
