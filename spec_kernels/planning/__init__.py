@@ -1,0 +1,1 @@
+"""Planning: whether speculation pays, what a cycle costs, which tree to verify."""
