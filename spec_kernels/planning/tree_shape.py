@@ -136,8 +136,8 @@ def best_tree(
 
     Taking the likeliest paths is optimal: no path is likelier than the one it continues, so the
     ``num_nodes - 1`` likeliest, shorter ones first where equal, contain the parents of all their
-    nodes and are a tree; and no tree can sum larger probabilities (the argument of EAGLE-2's rerank,
-    arXiv 2406.16858, for expected instead of drafted probabilities).
+    nodes and are a tree; and no tree can sum larger probabilities (EAGLE-2 argues so for reranking,
+    arXiv 2406.16858, with the drafter's probabilities for rates).
 
     Args:
         max_depth, max_children: limits; None = as far as there are rates.
@@ -313,9 +313,7 @@ def check_costs(function: str, cost_ms: Mapping[int, float], draft_ms: float) ->
         _fail(function, "cost_ms", "at least one number of nodes", dict(cost_ms))
     for num_nodes, ms in cost_ms.items():
         if num_nodes < 1 or not (ms > 0 and math.isfinite(ms)):
-            _fail(
-                function, "cost_ms", "nodes >= 1 and finite milliseconds > 0", {num_nodes: ms}
-            )
+            _fail(function, "cost_ms", "nodes >= 1 and finite milliseconds > 0", {num_nodes: ms})
     if not (draft_ms >= 0 and math.isfinite(draft_ms)):
         _fail(function, "draft_ms", "finite milliseconds >= 0", draft_ms)
 

@@ -94,9 +94,7 @@ def test_limits_are_kept(depth, children, first_draws):
     ranks = [min(children, len(row)) for row in UNORDERED]
     most = 1 + sum(int(np.prod(ranks[:d])) for d in range(1, depth + 1))
     for num_nodes in range(1, min(most, 6) + 1):
-        best = max(
-            value(t, UNORDERED) for t in all_trees(num_nodes, depth, ranks, first_draws)
-        )
+        best = max(value(t, UNORDERED) for t in all_trees(num_nodes, depth, ranks, first_draws))
         shape = best_tree(UNORDERED, num_nodes, **limits)
         assert shape.accept_length == pytest.approx(best)
         assert shape.depth <= depth and shape.num_children <= children
