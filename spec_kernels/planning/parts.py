@@ -159,3 +159,14 @@ def combine(quantities: Iterable[Quantity], label: str, source: str) -> Quantity
     parts = list(quantities)
     sums = (math.fsum(getattr(q, end) for q in parts) for end in ("value", "low", "high"))
     return Quantity(*sums, label, source)
+
+
+def product(a: Quantity, b: Quantity, label: str, source: str) -> Quantity:
+    return Quantity(a.value * b.value, a.low * b.low, a.high * b.high, label, source)
+
+
+def quotient(a: Quantity, b: Quantity, label: str, source: str) -> Quantity:
+    """``a`` over ``b``, which must be > 0 at its low end."""
+    if b.low <= 0:
+        raise ValueError(f"quotient: b: expected a low end > 0, got {b.low!r} ({b.source})")
+    return Quantity(a.value / b.value, a.low / b.high, a.high / b.low, label, source)
