@@ -32,6 +32,8 @@ from test_tree_attention import (  # noqa: F401  collected here for this backend
     test_bad_input_of_the_latent_form,
     test_bad_outputs,
     test_both_integer_widths,
+    test_case_05_a_negative_length_is_a_padded_request,
+    test_case_05_padded_requests_alone,
     test_case_08_offsets_need_64_bits,
     test_case_15_empty_rows_give_zero_and_minus_infinity,
     test_case_16_extreme_scores_still_normalise,

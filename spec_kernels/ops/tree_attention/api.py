@@ -162,6 +162,7 @@ def tree_attention(
         block_tables: ``[B, M]`` int32 or int64: page of logical block ``m``. Only entries that
             hold a visible key are looked at.
         context_lens: ``[B]`` int32 or int64: length of the committed prefix; 0 is allowed.
+            Negative = padded request: out 0, lse -inf, nothing of it is read.
         ancestors: ``[B, N, W <= 32]`` int32 words, least significant bit first.
         scale: factor of ``q . k``; ``Dk ** -0.5`` when None.
         k_scale, v_scale: of a float8_e4m3fn cache, ``[Hkv]`` float32 or one element: what it holds
@@ -177,9 +178,9 @@ def tree_attention(
         backend: see ``spec_kernels.ops.common.BACKENDS``.
 
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above, or (on CPU) a length is
-            negative, a table too narrow, or a page that is needed out of range. On other devices,
-            where looking would wait, such a request or key counts as absent.
+        ValueError: a shape, dtype, device or stride is not as above, or (on CPU) a
+            table is too narrow, or a page that is needed out of range. On other devices, where
+            looking would wait, such a request or key counts as absent.
     """
     op = "tree_attention"
     if backend is None and _on_fast_path(q):
