@@ -68,15 +68,19 @@ SK_HOST_DEVICE inline Philox philox4x32(Philox counter, uint32_t key0, uint32_t 
   return counter;
 }
 
-// kCoinBits random bits: the coin is this over 2^kCoinBits, in [0, 1). `ordinal` tells apart coins
-// of one purpose at one position.
-SK_HOST_DEVICE inline uint32_t coin_bits(uint64_t seed, uint64_t position, Purpose purpose,
-                                         uint32_t ordinal = 0) {
+// 32 random bits. `ordinal` tells apart coins of one purpose at one position.
+SK_HOST_DEVICE inline uint32_t coin_word(uint64_t seed, uint64_t position, Purpose purpose,
+                                         uint32_t ordinal) {
   const Philox counter = {
       {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), purpose, ordinal}};
-  const uint32_t word =
-      philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)).word[0];
-  return word >> (32 - kCoinBits);
+  return philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))
+      .word[0];
+}
+
+// kCoinBits of them: the coin is this over 2^kCoinBits, in [0, 1).
+SK_HOST_DEVICE inline uint32_t coin_bits(uint64_t seed, uint64_t position, Purpose purpose,
+                                         uint32_t ordinal = 0) {
+  return coin_word(seed, position, purpose, ordinal) >> (32 - kCoinBits);
 }
 
 // floor(coin * total): for integers, cumulative > coin * total iff cumulative > this. Split to stay

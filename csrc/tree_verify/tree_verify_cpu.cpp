@@ -1,9 +1,7 @@
 #include "tree_verify/tree_verify_cpu.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -16,31 +14,13 @@ namespace {
 
 constexpr char kOp[] = "tree_verify";
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-// A row is cut into chunks of fixed size for threads; a multiple of kBlock.
-constexpr int64_t kChunk = 32768;
-constexpr int64_t kBlocksPerChunk = kChunk / kBlock;
 // Most nuclei are smaller than this, and cheap to find among the best values.
 constexpr int64_t kSmallNucleus = 128;
 
-// Working memory of one thread, kept from call to call: a row is too large to be mapped anew each
-// time.
-struct Scratch {
-  std::vector<float> values, block_max, sorted_max;
-  std::vector<uint64_t> sums, histograms;
-  std::vector<Candidate> candidates;
+struct Scratch : RowScratch {
+  std::vector<uint64_t> histograms;
   DraftRow drafts;
 };
-
-bool better(const Candidate& x, const Candidate& y) {
-  return x.value != y.value ? x.value > y.value : x.id < y.id;
-}
-
-template <class F>
-void for_chunks(int64_t size, int64_t chunk, const F& f) {
-  torch::stable::parallel_for(0, (size + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) f(c, c * chunk, std::min(size, (c + 1) * chunk));
-  });
-}
 
 int64_t choose_greedy(const Row& row) {
   const auto kernel = SK_KERNEL(row_argmax);
@@ -81,7 +61,7 @@ class Sampler {
   // False when there is no token to choose.
   bool weigh() {
     const Parameters& p = p_;
-    prepare();
+    w_ = read_row(row_, s_);
     if (w_.greatest == kLowest) return false;
     w_.inverse_temperature = inverse_temperature(p.temperature);
     const bool top_k = p.top_k > 0 && p.top_k < row_.vocab;
@@ -94,7 +74,7 @@ class Sampler {
       }
     }
     w_.min_p = p.min_p;
-    total_ = sum_weights();
+    total_ = sum_weights(w_, s_);
     return true;
   }
 
@@ -152,7 +132,7 @@ class Sampler {
     q.token[q.num_rejected] = id;
     q.ratio[q.num_rejected++] = ratio;
     w_.rejected = &q;
-    total_ = sum_weights();
+    total_ = sum_weights(w_, s_);
   }
 
   bool any_rejected() const { return w_.rejected != nullptr; }
@@ -170,57 +150,9 @@ class Sampler {
   }
 
  private:
-  void prepare() {
-    s_.values.resize(static_cast<size_t>(num_blocks_ * kBlock));
-    s_.block_max.resize(static_cast<size_t>(num_blocks_));
-    s_.sums.resize(static_cast<size_t>(num_blocks_));
-    float* values = s_.values.data();
-    float* block_max = s_.block_max.data();
-    const auto kernel = SK_KERNEL(row_values);
-    for_chunks(num_blocks_, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
-      kernel(row_, begin, end, values, block_max);
-    });
-    w_.values = values;
-    w_.block_max = block_max;
-    w_.greatest = *std::max_element(s_.block_max.begin(), s_.block_max.end());
-    w_.cut = {kLowest, row_.vocab};
-  }
-
-  uint64_t sum_weights() {
-    const auto kernel = SK_KERNEL(block_weights);
-    for_chunks(num_blocks_, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
-      kernel(w_, begin, end, s_.sums.data());
-    });
-    uint64_t total = 0;
-    for (const uint64_t sum : s_.sums) total += sum;
-    return total;
-  }
-
-  // Collects at least the `count` best values (all finite ones if there are fewer): the count-th
-  // greatest block maximum is a lower bound of the count-th greatest value. Returns false when
-  // every value > -inf was collected.
-  bool gather(int64_t count) {
-    float bound = kLowest;
-    if (count <= num_blocks_) {
-      s_.sorted_max = s_.block_max;
-      std::nth_element(s_.sorted_max.begin(), s_.sorted_max.begin() + (count - 1),
-                       s_.sorted_max.end(), [](float x, float y) { return x > y; });
-      bound = s_.sorted_max[static_cast<size_t>(count - 1)];
-    }
-    s_.candidates.clear();
-    for (int64_t block = 0; block < num_blocks_; ++block) {
-      if (s_.block_max[static_cast<size_t>(block)] < bound) continue;
-      for (int64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
-        const float v = s_.values[static_cast<size_t>(i)];
-        if (v >= bound && v > kLowest) s_.candidates.push_back({0, v, static_cast<int32_t>(i)});
-      }
-    }
-    return bound > kLowest;
-  }
-
   // Leaves the k best in candidates and cuts off the rest; ties to the lower id.
   void cut_top_k(int64_t k) {
-    const bool more = gather(k);
+    const bool more = gather_best(k, s_);
     if (!more && static_cast<int64_t>(s_.candidates.size()) <= k) return;
     std::nth_element(s_.candidates.begin(), s_.candidates.begin() + (k - 1), s_.candidates.end(),
                      better);
@@ -244,8 +176,8 @@ class Sampler {
 
   // top-p among all values.
   void cut_top_p(float top_p) {
-    const uint64_t enough = nucleus_mass(top_p, sum_weights());
-    gather(kSmallNucleus);
+    const uint64_t enough = nucleus_mass(top_p, sum_weights(w_, s_));
+    gather_best(kSmallNucleus, s_);
     if (weigh_candidates() >= enough) {
       cut_where_reached(0, enough);
       return;
@@ -325,6 +257,57 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
 }
 
 }  // namespace
+
+Weights read_row(const Row& row, RowScratch& scratch) {
+  const int64_t num_blocks = (row.vocab + kBlock - 1) / kBlock;
+  scratch.values.resize(static_cast<size_t>(num_blocks * kBlock));
+  scratch.block_max.resize(static_cast<size_t>(num_blocks));
+  float* values = scratch.values.data();
+  float* block_max = scratch.block_max.data();
+  const auto kernel = SK_KERNEL(row_values);
+  for_chunks(num_blocks, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
+    kernel(row, begin, end, values, block_max);
+  });
+  Weights w{};
+  w.values = values;
+  w.block_max = block_max;
+  w.greatest = *std::max_element(scratch.block_max.begin(), scratch.block_max.end());
+  w.cut = {kLowest, row.vocab};
+  return w;
+}
+
+uint64_t sum_weights(const Weights& w, RowScratch& scratch) {
+  scratch.sums.resize(scratch.block_max.size());
+  const auto kernel = SK_KERNEL(block_weights);
+  for_chunks(scratch.num_blocks(), kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
+    kernel(w, begin, end, scratch.sums.data());
+  });
+  uint64_t total = 0;
+  for (const uint64_t sum : scratch.sums) total += sum;
+  return total;
+}
+
+bool gather_best(int64_t count, RowScratch& scratch) {
+  const int64_t num_blocks = scratch.num_blocks();
+  float bound = kLowest;
+  if (count <= num_blocks) {
+    // The count-th greatest block maximum is a lower bound of the count-th greatest value.
+    std::vector<float>& sorted = scratch.sorted_max;
+    sorted = scratch.block_max;
+    std::nth_element(sorted.begin(), sorted.begin() + (count - 1), sorted.end(),
+                     [](float x, float y) { return x > y; });
+    bound = sorted[static_cast<size_t>(count - 1)];
+  }
+  scratch.candidates.clear();
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    if (scratch.block_max[static_cast<size_t>(block)] < bound) continue;
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
+      const float v = scratch.values[static_cast<size_t>(i)];
+      if (v >= bound && v > kLowest) scratch.candidates.push_back({0, v, static_cast<int32_t>(i)});
+    }
+  }
+  return bound > kLowest;
+}
 
 void tree_verify_on_cpu(const char* op, const TreeVerifyArgs& args) {
   std::vector<Parameters> parameters(static_cast<size_t>(args.batch));

@@ -13,7 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spec_kernels import Purpose, Verified, VerifyStatus, _library, link_tree, tree_verify
+from spec_kernels import (
+    Purpose,
+    Verified,
+    VerifyStatus,
+    _library,
+    chain_tree,
+    link_tree,
+    tree_verify,
+)
 from spec_kernels.ops.tree_verify.reference import (
     coin,
     exp_weights,
@@ -435,6 +443,27 @@ def test_case_13_drafts_accepted_and_tokens_emitted_are_told_apart(backend):
     assert got.num_accepted.tolist() == [3, 2]
     assert (got.tokens >= 0).sum(1).tolist() == [4, 3]
     assert (got.accept_index >= 0).sum(1).tolist() == [4, 3]
+
+
+@pytest.mark.parametrize("top_k", [0, 200])
+def test_case_11_a_cut_at_one_node_does_not_show_at_the_next(top_k, backend):
+    """A chain of what plain decoding chooses is accepted whole, with every parameter in use."""
+    num_nodes, vocab, start = 4, 300, 7
+    logits = 1.5 * torch.randn(num_nodes, vocab, generator=torch.Generator().manual_seed(1))
+    for seed in range(12):
+        sampling = per_request(1, temperature=1.0, seeds=seed, top_k=top_k, top_p=0.9, min_p=0.15)
+        plain = [
+            roots_only(
+                row[None], **sampling, context_lens=torch.tensor([start + i]), backend=backend
+            ).tokens.item()
+            for i, row in enumerate(logits)
+        ]
+        tree = chain_tree(torch.tensor([[0, *plain[:-1]]]))
+        got = tree_verify(
+            logits[None], **links_of(tree), context_lens=torch.tensor([start]), **sampling,
+            backend=backend,
+        )  # fmt: skip
+        assert got.tokens.tolist() == [plain]
 
 
 def exact_probabilities(values, temperature, top_k, top_p, min_p):

@@ -106,18 +106,21 @@ def values_of(row, bias, allowed):
     return values
 
 
-def _to_fixed(x: torch.Tensor) -> torch.Tensor:
+def to_fixed(x: torch.Tensor) -> torch.Tensor:
     """Multiples of 2^-40, truncated, as int64."""
     return (x.double() * 2.0**WEIGHT_BITS).to(torch.int64)
 
 
 def log_weights(values, temperature):
-    """Logarithm of the probability relative to the greatest, fp32 ``[V]``; -inf stays below -30."""
-    top = values.max()
+    """Logarithm of the probability relative to the greatest, fp32; -inf stays below -30.
+
+    Of a row ``[V]`` and a number, or of rows ``[..., V]`` and a tensor that broadcasts to them.
+    """
+    top = values.amax(-1, keepdim=True)
     difference = torch.where(values == top, 0.0, values - top)  # inf - inf counts as 0
     # Kept normal and finite, so that 0 * inverse is 0 whatever the mode for subnormals.
     fp32 = torch.finfo(torch.float32)
-    inverse = (1.0 / torch.tensor(temperature, dtype=torch.float32)).clamp(fp32.tiny, fp32.max)
+    inverse = (1.0 / torch.as_tensor(temperature, dtype=torch.float32)).clamp(fp32.tiny, fp32.max)
     return difference * inverse.to(values.device)
 
 
@@ -128,7 +131,7 @@ def token_weights(values, temperature, top_k=0, top_p=1.0, min_p=0.0):
     order, so every backend and every thread count agrees on each bit.
     """
     relative = exp_weights(log_weights(values, temperature))
-    weights = _to_fixed(relative)
+    weights = to_fixed(relative)
     order = torch.sort(values, descending=True, stable=True).indices  # ties to the lower id
     if 0 < top_k < len(values):
         weights[order[top_k:]] = 0
@@ -160,7 +163,7 @@ def draft_weights(row: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """
     q = row.float()
     sound = (q >= 0) & (q < 2)
-    return _to_fixed(torch.where(sound, q, 0.0).clamp(max=1.0)), bool(sound.all())
+    return to_fixed(torch.where(sound, q, 0.0).clamp(max=1.0)), bool(sound.all())
 
 
 def accepting_coins(p: int, p_total: int, q: int, q_total: int) -> int:
@@ -205,7 +208,7 @@ def residual(p: torch.Tensor, q: torch.Tensor, token: int) -> tuple[torch.Tensor
 def typical_limit(values, weights, temperature, epsilon, delta) -> float:
     """min(epsilon, delta e^-H) in units of ``weights``, H their entropy: a draft must exceed it."""
     x = log_weights(values, temperature).clamp(min=-30.0)
-    surprise = torch.where(weights > 0, _to_fixed(exp_weights(x) * -x), 0)
+    surprise = torch.where(weights > 0, to_fixed(exp_weights(x) * -x), 0)
     total = int(weights.sum())
     mean = torch.tensor(float(int(surprise.sum())) / float(total), dtype=torch.float32)
     relative = float(exp_weights(-mean))  # times 2^40 / total it is e^-H
