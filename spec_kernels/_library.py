@@ -75,8 +75,9 @@ SCHEMAS = {
     "int world_size, int timeout_ms) -> ()",
     "pcie_barrier": "(Tensor(a!) workspace, int rank, int world_size, int timeout_ms) -> ()",
     "moe_experts": "(Tensor x, Tensor router_weight, Tensor? correction_bias, Tensor w_gate_up, "
-    "Tensor w_down, Tensor? shared_gate_up, Tensor? shared_down, int top_k, int n_group, "
-    "int topk_group, float routed_scaling, bool normalize, Tensor(a!) out) -> ()",
+    "Tensor w_down, Tensor? w_gate_up_scale, Tensor? w_down_scale, Tensor? shared_gate_up, "
+    "Tensor? shared_down, int top_k, int n_group, int topk_group, float routed_scaling, "
+    "bool normalize, Tensor(a!) out) -> ()",
 }
 
 

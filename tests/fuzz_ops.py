@@ -351,15 +351,26 @@ def moe_experts(c: Case):
     groups = c.size(1, 1, 2)
     experts = groups * c.size(0, 1, 2, 5)
     inner, shared = c.size(0, 1, 8, 33), c.size(0, 7, 32)
+    int4 = c.random.random() < 0.3
+    if int4:
+        hidden, inner = c.size(32, 64, 192), c.size(0, 32, 64)
     best = c.size(1, groups)
     top_k = c.random.randint(0, experts // groups * best)
     with_shared = c.random.random() < 0.5
+    shapes = ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    if int4:
+        weights = [c.ints(-(2**31), 2**31, *s[:2], s[2] // 8, dtype=torch.int32) for s in shapes]
+        weights += [
+            c.floats(*s[:2], s[2] // c.size(32, s[2] or 32), dtype=torch.bfloat16, scale=0.05)
+            for s in shapes
+        ]
+    else:
+        weights = [*(c.floats(*s, dtype=dtype, scale=0.2) for s in shapes), None, None]
     return [
         c.floats(rows, hidden, dtype=dtype),
         c.floats(experts, hidden, dtype=c.random.choice((torch.float32, dtype))),
         c.random.choice((None, c.floats(experts, scale=0.1))),
-        c.floats(experts, 2 * inner, hidden, dtype=dtype, scale=0.2),
-        c.floats(experts, hidden, inner, dtype=dtype, scale=0.2),
+        *weights,
         c.floats(2 * shared, hidden, dtype=dtype, scale=0.2) if with_shared else None,
         c.floats(hidden, shared, dtype=dtype, scale=0.2) if with_shared else None,
         top_k,

@@ -15,14 +15,20 @@
 
 namespace spec_kernels {
 
-// How products with the weights are formed. One call uses one form for the experts, whatever the
-// number of rows.
+// How products with the weights are formed. One call uses one form for the routed experts, and one
+// for the shared expert, whatever the number of rows.
 enum class MoeForm {
   kF32,      // x fp32, weights fp32
   kWiden,    // x fp32, weights bf16 widened on the way
   kBf16Dot,  // x and weights bf16, AVX512-BF16
   kAmx,      // x packed bf16 (moe_pack), weights bf16, AMX
+  kInt4,     // x fp32, weights packed INT4, whose exact values are made in registers
 };
+
+// INT4: element j of a weight row is the nibble at bits 4 * (j % 8) of word j / 8 and stands for
+// nibble - 8; every `group` neighbours share a scale.
+constexpr int64_t kMoeInt4PerWord = 8;
+constexpr int64_t kMoeInt4Group = 32;  // groups are multiples of it
 
 constexpr int64_t kMoeBlock = 32;  // weight rows a task
 
@@ -33,7 +39,9 @@ struct MoeProduct {
   const int64_t* x_index;  // row r of the product is row x_index[r] of x; null: row r
   int64_t num_rows;
   const void* w;
-  int64_t w_stride;
+  int64_t w_stride;       // elements between weight rows; of kInt4, words
+  const uint16_t* scale;  // of kInt4 alone: bf16 bits of the groups of weight row 0
+  int64_t scale_stride, group;
   int64_t num_outs;  // at most kMoeBlock
   int64_t depth;
   float* y;

@@ -43,25 +43,50 @@ struct Router {
   int64_t bias_stride;
 };
 
+// A weight matrix.
+struct Matrix {
+  const char* data;
+  int64_t stride;         // elements (of INT4, words) between rows
+  const uint16_t* scale;  // of INT4
+  int64_t scale_stride, group;
+
+  // As the weights of a product, from this row on.
+  void rows_from(int64_t row, int64_t item, MoeProduct& m) const {
+    m.w = data + row * stride * item;
+    m.w_stride = stride;
+    m.scale = scale + row * scale_stride;
+    m.scale_stride = scale_stride;
+    m.group = group;
+  }
+};
+
 // The two matrices of an expert: [2 * inner, H] and [H, inner].
 struct Expert {
-  const char* gate_up;
-  const char* down;
-  int64_t gate_up_stride, down_stride;
+  Matrix gate_up, down;
   int64_t inner;
+  MoeForm form;
+  int64_t item;  // bytes of an element, or a word
+
+  // Rows and activations that its products read are bf16, else fp32.
+  bool narrow() const { return form == MoeForm::kBf16Dot || form == MoeForm::kAmx; }
 };
 
 struct Experts {
-  Expert first;                     // expert 0 of the routed ones
-  int64_t gate_up_step, down_step;  // bytes between experts
+  Expert first;                                 // expert 0 of the routed ones
+  int64_t gate_up_step, down_step;              // bytes between experts
+  int64_t gate_up_scale_step, down_scale_step;  // elements
   std::optional<Expert> shared;
 
   Expert routed(int64_t e) const {
     Expert expert = first;
-    expert.gate_up += e * gate_up_step;
-    expert.down += e * down_step;
+    expert.gate_up.data += e * gate_up_step;
+    expert.down.data += e * down_step;
+    expert.gate_up.scale += e * gate_up_scale_step;
+    expert.down.scale += e * down_scale_step;
     return expert;
   }
+
+  bool any(MoeForm form) const { return first.form == form || (shared && shared->form == form); }
 };
 
 // An expert and the rows that chose it: `first .. first + num_rows` of the grouped order.
@@ -109,12 +134,12 @@ struct Scratch {
   float* down;                 // [num_threads, num_pairs, kMoeBlock]
   const float** contribution;  // [num_threads, top_k]
 
-  Scratch(Arena& arena, const Router& router, const Experts& experts, MoeForm form,
-          int64_t num_rows, int64_t hidden, int64_t num_threads) {
+  Scratch(Arena& arena, const Router& router, const Experts& experts, int64_t num_rows,
+          int64_t hidden, int64_t num_threads) {
     const int64_t num_routed = num_rows * router.top_k;
     const int64_t num_pairs = num_routed + (experts.shared ? num_rows : 0);
     const int64_t shared_inner = experts.shared ? experts.shared->inner : 0;
-    const bool packs = form == MoeForm::kAmx;
+    const bool packs = experts.any(MoeForm::kAmx);
     wide_x = arena.take<float>(num_rows * wide_stride(hidden));
     scores = arena.take<float>(num_rows * router.num_experts);
     group_value = arena.take<float>(num_threads * router.n_group);
@@ -138,18 +163,18 @@ struct Scratch {
 // Calls task(i, worker) for every i. Workers take the next task when they finish one, so an expert
 // that many rows chose, or a core that another process uses, does not hold up the rest.
 template <class Task>
-void share_tasks(int64_t num_tasks, int64_t work, MoeForm form, const Task& task) {
+void share_tasks(int64_t num_tasks, int64_t work, bool uses_tiles, const Task& task) {
   const int64_t num_workers =
       std::min<int64_t>({torch::stable::get_num_threads(), num_tasks, work / kWorkPerThread + 1});
   if (num_workers <= 1) {
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
-    if (form == MoeForm::kAmx) SK_KERNEL(moe_release_tiles)();
+    if (uses_tiles) SK_KERNEL(moe_release_tiles)();
     return;
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_workers, 1, [&](int64_t worker, int64_t) {
     for (int64_t i = next++; i < num_tasks; i = next++) task(i, worker);
-    if (form == MoeForm::kAmx) SK_KERNEL(moe_release_tiles)();
+    if (uses_tiles) SK_KERNEL(moe_release_tiles)();
   });
 }
 
@@ -219,7 +244,6 @@ struct Pass {
   const Router& router;
   const Experts& experts;
   Float dtype;
-  MoeForm form;
   const char* x;
   int64_t x_stride, num_rows, hidden;
   char* out;
@@ -235,7 +259,7 @@ void run_pass(const Pass& p, const Scratch& s) {
   const float* x_f32 = reinterpret_cast<const float*>(p.x);
   int64_t x_f32_stride = p.x_stride;
   const bool widens =
-      p.dtype == Float::kBf16 && (router.num_experts > 0 || p.form == MoeForm::kWiden);
+      p.dtype == Float::kBf16 && (router.num_experts > 0 || p.experts.any(MoeForm::kWiden));
   if (widens || (p.dtype == Float::kF32 && p.num_rows > 1)) {
     x_f32 = s.wide_x;
     x_f32_stride = wide_stride(p.hidden);
@@ -254,23 +278,22 @@ void run_pass(const Pass& p, const Scratch& s) {
   if (router.top_k > 0) {
     const int64_t num_blocks = (router.num_experts + kRouterBlock - 1) / kRouterBlock;
     const int64_t weight_size = router.form == MoeForm::kF32 ? 4 : 2;
-    share_tasks(num_blocks, p.num_rows * router.num_experts * p.hidden, router.form,
-                [&](int64_t block, int64_t) {
-                  const int64_t e = block * kRouterBlock;
-                  MoeProduct m{};
-                  m.x = x_f32;
-                  m.x_stride = x_f32_stride;
-                  m.num_rows = p.num_rows;
-                  m.w = static_cast<const char*>(router.weight) +
-                        e * router.weight_stride * weight_size;
-                  m.w_stride = router.weight_stride;
-                  m.num_outs = std::min(kRouterBlock, router.num_experts - e);
-                  m.depth = p.hidden;
-                  m.y = s.scores + e;
-                  m.y_stride = router.num_experts;
-                  product(m, router.form);
-                });
-    share_tasks(p.num_rows, p.num_rows * router.num_experts * 8, router.form,
+    share_tasks(
+        num_blocks, p.num_rows * router.num_experts * p.hidden, false, [&](int64_t block, int64_t) {
+          const int64_t e = block * kRouterBlock;
+          MoeProduct m{};
+          m.x = x_f32;
+          m.x_stride = x_f32_stride;
+          m.num_rows = p.num_rows;
+          m.w = static_cast<const char*>(router.weight) + e * router.weight_stride * weight_size;
+          m.w_stride = router.weight_stride;
+          m.num_outs = std::min(kRouterBlock, router.num_experts - e);
+          m.depth = p.hidden;
+          m.y = s.scores + e;
+          m.y_stride = router.num_experts;
+          product(m, router.form);
+        });
+    share_tasks(p.num_rows, p.num_rows * router.num_experts * 8, false,
                 [&](int64_t t, int64_t worker) {
                   float* scores = s.scores + t * router.num_experts;
                   SK_KERNEL(moe_sigmoid)(scores, router.num_experts);
@@ -308,12 +331,16 @@ void run_pass(const Pass& p, const Scratch& s) {
   const int64_t num_segments = segment - s.segments;
   const int64_t num_pairs = first;
 
-  const bool packs = p.form == MoeForm::kAmx;
+  // Activations have room for fp32, whatever they are.
+  const auto activation = [&](const Segment& g) { return s.act + g.act * 4; };
+  const auto act_size = [](const Segment& g) { return g.expert.narrow() ? 2 : 4; };
+  const bool packs = p.experts.any(MoeForm::kAmx);
   const int64_t packed_hidden = moe_packed_depth(p.hidden);
   const int64_t work = act * p.hidden;
   if (packs) {
-    share_tasks(num_segments, num_pairs * p.hidden, p.form, [&](int64_t i, int64_t) {
+    share_tasks(num_segments, num_pairs * p.hidden, false, [&](int64_t i, int64_t) {
       const Segment& g = s.segments[i];
+      if (g.expert.form != MoeForm::kAmx) return;
       SK_KERNEL(moe_pack)(reinterpret_cast<const uint16_t*>(p.x), p.x_stride, s.row_of + g.first,
                           g.num_rows, p.hidden, s.packed_x + g.first * packed_hidden);
     });
@@ -321,13 +348,11 @@ void run_pass(const Pass& p, const Scratch& s) {
 
   // Gate and up products, and the activation. The shared expert, with all rows, is the longest task
   // and goes first.
-  const bool narrow = p.form == MoeForm::kBf16Dot || p.form == MoeForm::kAmx;
-  const int64_t act_size = narrow ? 2 : 4;
   const auto blocks = [](int64_t n) { return (n + kMoeBlock - 1) / kMoeBlock; };
   const int64_t shared_blocks = p.experts.shared ? blocks(p.experts.shared->inner) : 0;
   const int64_t routed_blocks = blocks(p.experts.first.inner);
   share_tasks(
-      shared_blocks + num_active * routed_blocks, 2 * work, p.form, [&](int64_t task, int64_t) {
+      shared_blocks + num_active * routed_blocks, 2 * work, packs, [&](int64_t task, int64_t) {
         const bool is_shared = task < shared_blocks;
         const int64_t routed_task = task - shared_blocks;
         const Segment& g = s.segments[is_shared ? num_active : routed_task / routed_blocks];
@@ -335,58 +360,58 @@ void run_pass(const Pass& p, const Scratch& s) {
         const Expert& expert = g.expert;
         float gate[kActivateRows * kMoeBlock], up[kActivateRows * kMoeBlock];
         MoeProduct m{};
-        m.w_stride = expert.gate_up_stride;
         m.num_outs = std::min(kMoeBlock, expert.inner - begin);
         m.depth = p.hidden;
         m.y_stride = kMoeBlock;
         for (int64_t r = 0; r < g.num_rows; r += kActivateRows) {
           m.num_rows = std::min(kActivateRows, g.num_rows - r);
-          if (packs) {
+          if (expert.form == MoeForm::kAmx) {
             m.x = s.packed_x + (g.first + r) * packed_hidden;
           } else {
-            m.x = narrow ? static_cast<const void*>(p.x) : x_f32;
-            m.x_stride = narrow ? p.x_stride : x_f32_stride;
+            m.x = expert.narrow() ? static_cast<const void*>(p.x) : x_f32;
+            m.x_stride = expert.narrow() ? p.x_stride : x_f32_stride;
             m.x_index = s.row_of + g.first + r;
           }
-          m.w = expert.gate_up + begin * expert.gate_up_stride * size;
+          expert.gate_up.rows_from(begin, expert.item, m);
           m.y = gate;
-          product(m, p.form);
-          m.w = expert.gate_up + (expert.inner + begin) * expert.gate_up_stride * size;
+          product(m, expert.form);
+          expert.gate_up.rows_from(expert.inner + begin, expert.item, m);
           m.y = up;
-          product(m, p.form);
+          product(m, expert.form);
           for (int64_t i = 0; i < m.num_rows; ++i) {
             SK_KERNEL(moe_activate)(gate + i * kMoeBlock, up + i * kMoeBlock, m.num_outs, p.dtype,
-                                    narrow,
-                                    s.act + (g.act + (r + i) * expert.inner + begin) * act_size);
+                                    expert.narrow(),
+                                    activation(g) + ((r + i) * expert.inner + begin) * act_size(g));
           }
         }
       });
   if (packs) {
-    share_tasks(num_segments, act, p.form, [&](int64_t i, int64_t) {
+    share_tasks(num_segments, act, false, [&](int64_t i, int64_t) {
       const Segment& g = s.segments[i];
-      SK_KERNEL(moe_pack)(reinterpret_cast<const uint16_t*>(s.act) + g.act, g.expert.inner, nullptr,
+      if (g.expert.form != MoeForm::kAmx) return;
+      SK_KERNEL(moe_pack)(reinterpret_cast<const uint16_t*>(activation(g)), g.expert.inner, nullptr,
                           g.num_rows, g.expert.inner, s.packed_act + g.packed);
     });
   }
 
   // Down products of a block of the output, for all pairs; then every row sums its own.
-  share_tasks(blocks(p.hidden), work, p.form, [&](int64_t block, int64_t worker) {
+  share_tasks(blocks(p.hidden), work, packs, [&](int64_t block, int64_t worker) {
     const int64_t begin = block * kMoeBlock;
     const int64_t num_outs = std::min(kMoeBlock, p.hidden - begin);
     float* down = s.down + worker * num_pairs * kMoeBlock;
     for (int64_t i = 0; i < num_segments; ++i) {
       const Segment& g = s.segments[i];
       MoeProduct m{};
-      m.x = packs ? static_cast<const void*>(s.packed_act + g.packed) : s.act + g.act * act_size;
+      m.x = g.expert.form == MoeForm::kAmx ? static_cast<const void*>(s.packed_act + g.packed)
+                                           : activation(g);
       m.x_stride = g.expert.inner;
       m.num_rows = g.num_rows;
-      m.w = g.expert.down + begin * g.expert.down_stride * size;
-      m.w_stride = g.expert.down_stride;
+      g.expert.down.rows_from(begin, g.expert.item, m);
       m.num_outs = num_outs;
       m.depth = g.expert.inner;
       m.y = down + g.first * kMoeBlock;
       m.y_stride = kMoeBlock;
-      product(m, p.form);
+      product(m, g.expert.form);
     }
     const float** rows = s.contribution + worker * router.top_k;
     for (int64_t t = 0; t < p.num_rows; ++t) {
@@ -407,7 +432,8 @@ MoeForm choose_form(Float dtype) {
 }
 
 void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correction_bias,
-                 Tensor w_gate_up, Tensor w_down, std::optional<Tensor> shared_gate_up,
+                 Tensor w_gate_up, Tensor w_down, std::optional<Tensor> w_gate_up_scale,
+                 std::optional<Tensor> w_down_scale, std::optional<Tensor> shared_gate_up,
                  std::optional<Tensor> shared_down, int64_t top_k, int64_t n_group,
                  int64_t topk_group, double routed_scaling, bool normalize, Tensor out) {
   check_cpu(kOp, "x", x);
@@ -432,39 +458,71 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
     SK_CHECK(inner <= kMaxInner, kOp, name, "at most " + std::to_string(kMaxInner) + " columns",
              inner);
   };
-  // The shapes of both matrices follow from the down matrix: leading dimensions, then [H, I] and
-  // [2I, H].
+  SK_CHECK(w_gate_up_scale.has_value() == w_down_scale.has_value(), kOp, "w_down_scale",
+           "given exactly when w_gate_up_scale is", w_down_scale ? "a tensor" : "None");
+  const bool is_int4 = w_down_scale.has_value();
+  SK_CHECK(!is_int4 || hidden % kMoeInt4Group == 0, kOp, "x",
+           "a multiple of " + std::to_string(kMoeInt4Group) + " columns for INT4 experts", hidden);
+  const Float dtype = float_kind(x.scalar_type());
+  const int64_t size = float_size(dtype);
+  const MoeForm plain_form = choose_form(dtype);
+  // The shapes of both matrices follow from the down matrix: [H, I] and [2I, H], and the number of
+  // experts before them if there are many. Words of INT4 hold several columns.
   const auto check_pair = [&](const char* gate_up_name, const Tensor& gate_up,
-                              const char* down_name, const Tensor& down, bool many) {
-    check_dtype(kOp, gate_up_name, gate_up, x.scalar_type());
-    check_dtype(kOp, down_name, down, x.scalar_type());
-    int64_t inner;
+                              const char* down_name, const Tensor& down, bool many, bool packed) {
+    const ScalarType item = packed ? ScalarType::Int : x.scalar_type();
+    const int64_t per_word = packed ? kMoeInt4PerWord : 1;
+    check_dtype(kOp, down_name, down, item);
     if (many) {
       check_operand(down_name, down, {num_experts, hidden, -1});
-      inner = down.size(2);
-      check_inner(down_name, inner);
-      check_operand(gate_up_name, gate_up, {num_experts, 2 * inner, hidden});
     } else {
       check_operand(down_name, down, {hidden, -1});
-      inner = down.size(1);
-      check_inner(down_name, inner);
+    }
+    const int64_t words = down.size(many ? 2 : 1);
+    check_inner(down_name, words);
+    const int64_t inner = words * per_word;
+    check_dtype(kOp, gate_up_name, gate_up, item);
+    if (many) {
+      check_operand(gate_up_name, gate_up, {num_experts, 2 * inner, hidden / per_word});
+    } else {
       check_operand(gate_up_name, gate_up, {2 * inner, hidden});
     }
-    const int64_t row_dim = many ? 1 : 0;
-    return Expert{static_cast<const char*>(gate_up.data_ptr()),
-                  static_cast<const char*>(down.data_ptr()), gate_up.stride(row_dim),
-                  down.stride(row_dim), inner};
+    const auto matrix = [&](const Tensor& t) {
+      return Matrix{static_cast<const char*>(t.data_ptr()), t.stride(many ? 1 : 0), nullptr, 0, 0};
+    };
+    return Expert{matrix(gate_up), matrix(down), inner, packed ? MoeForm::kInt4 : plain_form,
+                  packed ? static_cast<int64_t>(sizeof(uint32_t)) : size};
   };
-  const int64_t size = float_size(float_kind(x.scalar_type()));
+  const auto check_scale = [&](const char* name, const Tensor& scale, int64_t num_outs,
+                               int64_t num_columns, Matrix& matrix) {
+    check_dtype(kOp, name, scale, ScalarType::BFloat16);
+    check_operand(name, scale, {num_experts, num_outs, -1});
+    const int64_t num_groups = scale.size(2);
+    const int64_t group = num_columns / std::max<int64_t>(num_groups, 1);
+    SK_CHECK(group * num_groups == num_columns && group % kMoeInt4Group == 0, kOp, name,
+             "groups of a multiple of " + std::to_string(kMoeInt4Group) + " among " +
+                 std::to_string(num_columns) + " columns",
+             std::to_string(num_groups) + " groups");
+    matrix.scale = static_cast<const uint16_t*>(scale.data_ptr());
+    matrix.scale_stride = scale.stride(1);
+    matrix.group = group;
+  };
   Experts experts{};
-  experts.first = check_pair("w_gate_up", w_gate_up, "w_down", w_down, true);
-  experts.gate_up_step = w_gate_up.stride(0) * size;
-  experts.down_step = w_down.stride(0) * size;
+  experts.first = check_pair("w_gate_up", w_gate_up, "w_down", w_down, true, is_int4);
+  experts.gate_up_step = w_gate_up.stride(0) * experts.first.item;
+  experts.down_step = w_down.stride(0) * experts.first.item;
+  if (is_int4) {
+    const int64_t inner = experts.first.inner;
+    check_scale("w_gate_up_scale", *w_gate_up_scale, 2 * inner, hidden, experts.first.gate_up);
+    check_scale("w_down_scale", *w_down_scale, hidden, inner, experts.first.down);
+    experts.gate_up_scale_step = w_gate_up_scale->stride(0);
+    experts.down_scale_step = w_down_scale->stride(0);
+  }
   SK_CHECK(shared_gate_up.has_value() == shared_down.has_value(), kOp, "shared_down",
            "given exactly when shared_gate_up is", shared_down.has_value() ? "a tensor" : "None");
   if (shared_gate_up)
     experts.shared =
-        check_pair("shared_gate_up", *shared_gate_up, "shared_down", *shared_down, false);
+        check_pair("shared_gate_up", *shared_gate_up, "shared_down", *shared_down, false, false);
   if (correction_bias) {
     check_operand("correction_bias", *correction_bias, {num_experts});
     check_dtype(kOp, "correction_bias", *correction_bias, ScalarType::Float);
@@ -480,7 +538,6 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
   SK_CHECK(std::isfinite(routed_scaling), kOp, "routed_scaling", "a finite number", routed_scaling);
   check_operand("out", out, {num_rows, hidden});
   check_dtype(kOp, "out", out, x.scalar_type());
-  const auto given = [](const std::optional<Tensor>& t) { return t ? &*t : nullptr; };
   // A row is written after its last read, so out may be x itself.
   check_outputs_apart(kOp, {{"out", &out}},
                       {{"x", Footprint(x).same_as(Footprint(out)) ? nullptr : &x},
@@ -488,11 +545,12 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
                        {"correction_bias", given(correction_bias)},
                        {"w_gate_up", &w_gate_up},
                        {"w_down", &w_down},
+                       {"w_gate_up_scale", given(w_gate_up_scale)},
+                       {"w_down_scale", given(w_down_scale)},
                        {"shared_gate_up", given(shared_gate_up)},
                        {"shared_down", given(shared_down)}});
   if (num_rows == 0 || hidden == 0) return;
 
-  const Float dtype = float_kind(x.scalar_type());
   Router router{};
   router.num_experts = num_experts;
   router.top_k = top_k;
@@ -508,12 +566,10 @@ void moe_experts(Tensor x, Tensor router_weight, std::optional<Tensor> correctio
     router.bias_stride = correction_bias->stride(0);
   }
 
-  Pass pass{router, experts, dtype,   choose_form(dtype), nullptr, x.stride(0),
-            0,      hidden,  nullptr, out.stride(0)};
+  Pass pass{router, experts, dtype, nullptr, x.stride(0), 0, hidden, nullptr, out.stride(0)};
   const int64_t num_threads = torch::stable::get_num_threads();
   const auto layout = [&](Arena& arena) {
-    return Scratch(arena, router, experts, pass.form, std::min(num_rows, kMaxRows), hidden,
-                   num_threads);
+    return Scratch(arena, router, experts, std::min(num_rows, kMaxRows), hidden, num_threads);
   };
   Arena measure(nullptr);
   layout(measure);

@@ -14,11 +14,11 @@ namespace {
 // A tile of rows x outs accumulators fills the vector registers of the instruction set. Its shape
 // has no say in the bits.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 6, kTileOuts = 4, kSingleRowOuts = 8;
+constexpr int kTileRows = 6, kInt4TileRows = 4, kTileOuts = 4, kSingleRowOuts = 8;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 1, kTileOuts = 4, kSingleRowOuts = 4;
+constexpr int kTileRows = 1, kInt4TileRows = 1, kTileOuts = 4, kSingleRowOuts = 4;
 #else
-constexpr int kTileRows = 1, kTileOuts = 2, kSingleRowOuts = 2;
+constexpr int kTileRows = 1, kInt4TileRows = 1, kTileOuts = 2, kSingleRowOuts = 2;
 #endif
 
 // fp32 rows times fp32 or (widened) bf16 weights: lane i accumulates elements i, i + 16, ...
@@ -28,6 +28,7 @@ struct FusedMultiply {
   using W = Weight;
   using Vector = F32x16;
   static constexpr int64_t kStep = kLanes;
+  static constexpr int kRows = kTileRows;
 
   template <class T>
   SK_INLINE Vector read(const T* p) {
@@ -47,6 +48,7 @@ struct Bf16Dot {
   using W = bf16;
   using Vector = __m512i;
   static constexpr int64_t kStep = 2 * kLanes;
+  static constexpr int kRows = kTileRows;
 
   SK_INLINE Vector read(const bf16* p) { return _mm512_loadu_si512(p); }
   SK_INLINE Vector read_partial(const bf16* p, int64_t n) {
@@ -57,6 +59,36 @@ struct Bf16Dot {
   }
 };
 #endif
+
+// fp32 rows times INT4 weights, as FusedMultiply has it.
+struct Int4Multiply {
+  using X = float;
+  using W = uint32_t;
+  static constexpr int kRows = kInt4TileRows;
+
+  // The sixteen elements of two words.
+  SK_INLINE F32x16 values(const uint32_t* words, float scale) {
+#if defined(__AVX512F__)
+    uint64_t both;
+    std::memcpy(&both, words, sizeof(both));
+    const __m512i spread =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1),
+                                 _mm512_set1_epi64(static_cast<int64_t>(both)));
+    const __m512i nibbles = _mm512_srlv_epi32(
+        spread, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+    // A permutation looks at the lowest four bits of an index alone.
+    return (F32x16)_mm512_permutexvar_ps(
+               nibbles, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)) *
+           scale;
+#else
+    const uint32_t a = words[0], b = words[1];
+    const U32x16 spread = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+    const U32x16 shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+    const I32x16 stored = (I32x16)((spread >> shifts) & 15u);
+    return __builtin_convertvector(stored - 8, F32x16) * scale;
+#endif
+  }
+};
 
 // A long depth is walked in steps for all rows and outs of a block, so that the step's rows and
 // weights stay in the caches close by; the accumulators wait here in between, unreduced, and the
@@ -70,10 +102,68 @@ struct DepthStep {
   bool first, last;
 };
 
+// Adds the products of a step of the depth to a tile of accumulators.
 template <class Dot, int kRows, int kOuts>
-void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_stride,
-          const DepthStep& depth, Carry carry, int64_t row, int64_t out, float* y,
-          int64_t y_stride) {
+struct Walk {
+  SK_INLINE void run(const MoeProduct& p, const typename Dot::X* const* x, int64_t out,
+                     const DepthStep& depth, F32x16 (&acc)[kRows][kOuts]) {
+    const auto* w = static_cast<const typename Dot::W*>(p.w) + out * p.w_stride;
+    const auto add = [&](auto&& read, int64_t k) __attribute__((always_inline)) {
+      typename Dot::Vector weights[kOuts];
+#pragma GCC unroll 8
+      for (int o = 0; o < kOuts; ++o) weights[o] = read(w + o * p.w_stride + k);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const typename Dot::Vector v = read(x[r] + k);
+#pragma GCC unroll 8
+        for (int o = 0; o < kOuts; ++o) Dot::accumulate(acc[r][o], v, weights[o]);
+      }
+    };
+    int64_t k = depth.begin;
+    for (; k + Dot::kStep <= depth.end; k += Dot::kStep) {
+      add([](const auto* q) __attribute__((always_inline)) { return Dot::read(q); }, k);
+    }
+    if (k < depth.end) {
+      const int64_t left = depth.end - k;
+      add([=](const auto* q) __attribute__((always_inline)) { return Dot::read_partial(q, left); },
+          k);
+    }
+  }
+};
+
+// The depth, and so every step of it, is a multiple of kMoeInt4Group.
+template <int kRows, int kOuts>
+struct Walk<Int4Multiply, kRows, kOuts> {
+  SK_INLINE void run(const MoeProduct& p, const float* const* x, int64_t out,
+                     const DepthStep& depth, F32x16 (&acc)[kRows][kOuts]) {
+    const auto* w = static_cast<const uint32_t*>(p.w) + out * p.w_stride;
+    const auto* scale = reinterpret_cast<const bf16*>(p.scale) + out * p.scale_stride;
+    for (int64_t k = depth.begin; k < depth.end;) {
+      const int64_t g = k / p.group;
+      const int64_t group_end = (g + 1) * p.group;
+      const int64_t end = group_end < depth.end ? group_end : depth.end;
+      float scales[kOuts];
+#pragma GCC unroll 8
+      for (int o = 0; o < kOuts; ++o) scales[o] = to_float(scale[o * p.scale_stride + g]);
+      for (; k < end; k += kLanes) {
+        F32x16 weights[kOuts];
+#pragma GCC unroll 8
+        for (int o = 0; o < kOuts; ++o)
+          weights[o] = Int4Multiply::values(w + o * p.w_stride + k / kMoeInt4PerWord, scales[o]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const F32x16 v = load(x[r] + k);
+#pragma GCC unroll 8
+          for (int o = 0; o < kOuts; ++o) acc[r][o] = fma(v, weights[o], acc[r][o]);
+        }
+      }
+    }
+  }
+};
+
+template <class Dot, int kRows, int kOuts>
+void tile(const MoeProduct& p, const typename Dot::X* const* x, const DepthStep& depth, Carry carry,
+          int64_t row, int64_t out) {
   F32x16 acc[kRows][kOuts] = {};
   if (!depth.first) {
 #pragma GCC unroll 8
@@ -82,26 +172,7 @@ void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_s
       for (int o = 0; o < kOuts; ++o) acc[r][o] = carry[row + r][out + o];
     }
   }
-  const auto add = [&](auto&& read, int64_t k) __attribute__((always_inline)) {
-    typename Dot::Vector weights[kOuts];
-#pragma GCC unroll 8
-    for (int o = 0; o < kOuts; ++o) weights[o] = read(w + o * w_stride + k);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Vector v = read(x[r] + k);
-#pragma GCC unroll 8
-      for (int o = 0; o < kOuts; ++o) Dot::accumulate(acc[r][o], v, weights[o]);
-    }
-  };
-  int64_t k = depth.begin;
-  for (; k + Dot::kStep <= depth.end; k += Dot::kStep) {
-    add([](const auto* p) __attribute__((always_inline)) { return Dot::read(p); }, k);
-  }
-  if (k < depth.end) {
-    const int64_t left = depth.end - k;
-    add([=](const auto* p) __attribute__((always_inline)) { return Dot::read_partial(p, left); },
-        k);
-  }
+  Walk<Dot, kRows, kOuts>::run(p, x, out, depth, acc);
   if (!depth.last) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -112,7 +183,7 @@ void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_s
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    float* to = y + (row + r) * y_stride + out;
+    float* to = p.y + (row + r) * p.y_stride + out;
     if constexpr (kOuts % 4 == 0) {
 #pragma GCC unroll 8
       for (int o = 0; o < kOuts; o += 4) {
@@ -129,7 +200,6 @@ void tile(const typename Dot::X* const* x, const typename Dot::W* w, int64_t w_s
 template <class Dot, int kRows>
 int64_t tiles(const MoeProduct& p, const DepthStep& depth, Carry carry, int64_t r) {
   constexpr int kOuts = kRows == 1 ? kSingleRowOuts : kTileOuts;
-  const auto* w = static_cast<const typename Dot::W*>(p.w);
   for (; r + kRows <= p.num_rows; r += kRows) {
     const typename Dot::X* x[kRows];
     for (int i = 0; i < kRows; ++i) {
@@ -137,13 +207,8 @@ int64_t tiles(const MoeProduct& p, const DepthStep& depth, Carry carry, int64_t 
              (p.x_index ? p.x_index[r + i] : r + i) * p.x_stride;
     }
     int64_t o = 0;
-    for (; o + kOuts <= p.num_outs; o += kOuts) {
-      tile<Dot, kRows, kOuts>(x, w + o * p.w_stride, p.w_stride, depth, carry, r, o, p.y,
-                              p.y_stride);
-    }
-    for (; o < p.num_outs; ++o) {
-      tile<Dot, kRows, 1>(x, w + o * p.w_stride, p.w_stride, depth, carry, r, o, p.y, p.y_stride);
-    }
+    for (; o + kOuts <= p.num_outs; o += kOuts) tile<Dot, kRows, kOuts>(p, x, depth, carry, r, o);
+    for (; o < p.num_outs; ++o) tile<Dot, kRows, 1>(p, x, depth, carry, r, o);
   }
   return r;
 }
@@ -151,8 +216,8 @@ int64_t tiles(const MoeProduct& p, const DepthStep& depth, Carry carry, int64_t 
 template <class Dot>
 void product_step(const MoeProduct& p, const DepthStep& depth, Carry carry) {
   int64_t r = 0;
-  if constexpr (kTileRows > 1) {
-    r = tiles<Dot, kTileRows>(p, depth, carry, r);
+  if constexpr (Dot::kRows > 1) {
+    r = tiles<Dot, Dot::kRows>(p, depth, carry, r);
     r = tiles<Dot, 4>(p, depth, carry, r);
     r = tiles<Dot, 2>(p, depth, carry, r);
   }
@@ -170,7 +235,7 @@ void product(const MoeProduct& whole) {
       p.x = static_cast<const typename Dot::X*>(p.x) + r * p.x_stride;
     }
     p.y += r * p.y_stride;
-    if (p.num_rows <= kTileRows || p.depth <= kDepthStep) {
+    if (p.num_rows <= Dot::kRows || p.depth <= kDepthStep) {
       product_step<Dot>(p, DepthStep{0, p.depth, true, true}, nullptr);
       continue;
     }
@@ -348,6 +413,8 @@ void moe_product(const MoeProduct& p, MoeForm form) {
       return product<FusedMultiply<float>>(p);
     case MoeForm::kWiden:
       return product<FusedMultiply<bf16>>(p);
+    case MoeForm::kInt4:
+      return product<Int4Multiply>(p);
 #if SK_BF16_FORMS
     case MoeForm::kBf16Dot:
       return product<Bf16Dot>(p);

@@ -208,7 +208,7 @@ class DenseMLP:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """``x [T, H]`` -> ``out [T, H]``."""
-        experts = (self.no_router, None, self.no_gate_up, self.no_down)
+        experts = (self.no_router, None, self.no_gate_up, self.no_down, None, None)
         _ops.moe_experts.default(x, *experts, self.gate_up, self.down, 0, 1, 1, 1.0, True, out)
 
 
@@ -268,6 +268,8 @@ class MoE:
             self.bias,
             self.gate_up,
             self.down,
+            None,
+            None,
             self.shared_gate_up,
             self.shared_down,
             *self.settings,

@@ -14,6 +14,7 @@ from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, p
 
 OP = torch.ops.spec_kernels.moe_experts.default
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("x", "router_weight", "correction_bias", "w_gate_up", "w_down")
 
 # T, H, I, Is, E, top_k: the bundled model whole and as one of 8 ranks, then tails of every tile.
 SHAPES = [
@@ -419,16 +420,17 @@ def refused(a, argument, raw=True, **options):
     out = options.pop("out", None)
     if out is None:
         out = poisoned(*a["x"].shape, dtype=torch.float32)
+    before = out.clone()
     for backend in (None, "reference"):
         with pytest.raises(ValueError, match=rf"spec_kernels::moe_experts: {argument}: expected"):
             moe_experts(**a, **options, out=out, backend=backend)
     if raw and _library.has_kernel("moe_experts", "cpu"):
-        names = ("x", "router_weight", "correction_bias", "w_gate_up", "w_down")
-        tensors = [a[n] for n in (*names, "shared_gate_up", "shared_down")]
+        names = (*NAMES, "w_gate_up_scale", "w_down_scale", "shared_gate_up", "shared_down")
+        tensors = [a.get(n) for n in names]
         numbers = [options[n] for n in ("top_k", "n_group", "topk_group", "routed_scaling")]
         with pytest.raises(RuntimeError, match=rf"spec_kernels::moe_experts: {argument}: expected"):
             OP(*tensors, *numbers, True, out)
-    assert out.isnan().all()
+    assert_same_bits(out, before)
 
 
 def test_bad_shapes():
@@ -496,10 +498,9 @@ def test_unknown_backend():
 def test_opcheck(dtype):
     a = make(3, 8, 4, 4, 4, dtype)
     out = torch.empty(3, 8, dtype=dtype)
-    names = ("x", "router_weight", "correction_bias", "w_gate_up", "w_down")
-    tensors = [a[n] for n in (*names, "shared_gate_up", "shared_down")]
+    tensors = [*(a[n] for n in NAMES), None, None, a["shared_gate_up"], a["shared_down"]]
     torch.library.opcheck(OP, (*tensors, 2, 1, 1, 1.0, True, out))
-    none = [a["x"], a["router_weight"], None, a["w_gate_up"], a["w_down"], None, None]
+    none = [a["x"], a["router_weight"], None, a["w_gate_up"], a["w_down"], *[None] * 4]
     torch.library.opcheck(OP, (*none, 2, 2, 1, 2.5, False, out))
 
 

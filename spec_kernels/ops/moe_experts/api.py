@@ -9,6 +9,10 @@ from spec_kernels.ops.moe_experts.reference import moe_experts_reference
 
 _OP = "moe_experts"
 _F32 = (torch.float32,)
+_BF16 = (torch.bfloat16,)
+_INT32 = (torch.int32,)
+# Elements that share a scale come in multiples of this.
+INT4_GROUP = 32
 
 
 def moe_experts(
@@ -19,6 +23,8 @@ def moe_experts(
     *,
     top_k: int,
     correction_bias: torch.Tensor | None = None,
+    w_gate_up_scale: torch.Tensor | None = None,
+    w_down_scale: torch.Tensor | None = None,
     shared_gate_up: torch.Tensor | None = None,
     shared_down: torch.Tensor | None = None,
     n_group: int = 1,
@@ -43,13 +49,21 @@ def moe_experts(
     rank passes its slice of ``I`` and ``Is`` (views are fine) and the results are summed over
     ranks. ``E = top_k = 0`` leaves the shared expert alone: a dense layer.
 
+    Routed experts may be INT4 (``pack-quantized``, symmetric), the shared one is not: eight
+    elements an int32 word, the lowest bits first, each stored as q + 8; groups of G neighbouring
+    elements of a row share a scale, and a weight is q * scale. Both matrices are packed or neither;
+    each has its own G, which follows from the shapes.
+
     Args:
         x: ``[T, H]`` float32 or bfloat16. Rows may be strided, as those of every weight.
         router_weight: ``[E, H]``, dtype of ``x`` or float32.
-        w_gate_up: ``[E, 2I, H]``, dtype of ``x``: I gate rows, then I up rows.
-        w_down: ``[E, H, I]``, dtype of ``x``.
+        w_gate_up: ``[E, 2I, H]``, dtype of ``x``: I gate rows, then I up rows. Packed:
+            ``[E, 2I, H / 8]`` int32.
+        w_down: ``[E, H, I]``, dtype of ``x``. Packed: ``[E, H, I / 8]`` int32.
         top_k: experts a row, ``0 <= top_k <= E * topk_group / n_group``.
         correction_bias: ``[E]`` float32, or None.
+        w_gate_up_scale: ``[E, 2I, H / G]`` bfloat16 of packed weights, G a multiple of 32, or None.
+        w_down_scale: ``[E, H, I / G]`` bfloat16 of packed weights, or None.
         shared_gate_up: ``[2Is, H]``, or None; given together with ``shared_down``.
         shared_down: ``[H, Is]``, or None.
         n_group: groups of ``E / n_group`` neighbouring experts each.
@@ -68,9 +82,21 @@ def moe_experts(
     router_dtypes = _F32 if x.dtype == torch.float32 else FLOATS
     check_tensor(_OP, "router_weight", router_weight, (None, hidden), router_dtypes, device)
     num_experts = router_weight.shape[0]
-    check_tensor(_OP, "w_down", w_down, (num_experts, hidden, None), same, device)
-    inner = w_down.shape[2]
-    check_tensor(_OP, "w_gate_up", w_gate_up, (num_experts, 2 * inner, hidden), same, device)
+    if (w_gate_up_scale is None) != (w_down_scale is None):
+        got = type(w_down_scale).__name__
+        fail(_OP, "w_down_scale", "given exactly when w_gate_up_scale is", got)
+    packed = w_down_scale is not None
+    if packed and hidden % INT4_GROUP:
+        fail(_OP, "x", f"a multiple of {INT4_GROUP} columns for INT4 experts", hidden)
+    dtypes, per_word = (_INT32, 8) if packed else (same, 1)
+    check_tensor(_OP, "w_down", w_down, (num_experts, hidden, None), dtypes, device)
+    inner = w_down.shape[2] * per_word
+    shape = (num_experts, 2 * inner, hidden // per_word)
+    check_tensor(_OP, "w_gate_up", w_gate_up, shape, dtypes, device)
+    if packed:
+        shape = (num_experts, 2 * inner)
+        _check_scale("w_gate_up_scale", w_gate_up_scale, shape, hidden, device)
+        _check_scale("w_down_scale", w_down_scale, (num_experts, hidden), inner, device)
     check_last_dim(_OP, "x", x)
     check_last_dim(_OP, "router_weight", router_weight)
     check_last_dim(_OP, "w_gate_up", w_gate_up)
@@ -105,6 +131,8 @@ def moe_experts(
         correction_bias,
         w_gate_up,
         w_down,
+        w_gate_up_scale,
+        w_down_scale,
         shared_gate_up,
         shared_down,
         top_k,
@@ -116,3 +144,13 @@ def moe_experts(
     )
     run(_OP, backend, device, args, moe_experts_reference)
     return out
+
+
+def _check_scale(name, scale, rows, num_columns, device) -> None:
+    check_tensor(_OP, name, scale, (*rows, None), _BF16, device)
+    check_last_dim(_OP, name, scale)
+    groups = scale.shape[2]
+    size = num_columns // max(groups, 1)
+    if groups * size != num_columns or size % INT4_GROUP:
+        expected = f"groups of a multiple of {INT4_GROUP} among {num_columns} columns"
+        fail(_OP, name, expected, f"{groups} groups")

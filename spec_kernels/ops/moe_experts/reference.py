@@ -50,12 +50,34 @@ def router_topk(
     return ids, weights * routed_scaling
 
 
+def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Weights of the ``pack-quantized`` INT4 format, exact in float32.
+
+    Element j of a row is the nibble at bits ``4 * (j % 8)`` of word ``j // 8``, in offset binary: a
+    nibble n stands for n - 8, and the weight is that times the scale of its group.
+
+    Args:
+        packed: ``[..., K / 8]`` int32; scale: ``[..., K / G]`` of any float type, for groups of G
+            neighbouring elements.
+
+    Returns:
+        ``[..., K]`` float32.
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    values = (((packed[..., None] >> shifts) & 15) - 8).flatten(-2)
+    num_groups = scale.shape[-1]
+    groups = values.unflatten(-1, (num_groups, values.shape[-1] // max(num_groups, 1)))
+    return (groups * scale.float()[..., None]).flatten(-2)
+
+
 def moe_experts_reference(
     x,
     router_weight,
     correction_bias,
     w_gate_up,
     w_down,
+    w_gate_up_scale,
+    w_down_scale,
     shared_gate_up,
     shared_down,
     top_k,
@@ -65,6 +87,9 @@ def moe_experts_reference(
     normalize,
     out,
 ) -> None:
+    def chosen(weights, scales, ids):
+        return weights[ids] if scales is None else dequantize_int4(weights[ids], scales[ids])
+
     def experts(row, gate_up, down):
         """``[n, 2I, H]`` and ``[n, H, I]`` weights applied to one row: ``[n, H]`` float32."""
         gate, up = torch.matmul(gate_up.float(), row).chunk(2, dim=-1)
@@ -87,7 +112,8 @@ def moe_experts_reference(
             normalize,
         )
         total = torch.zeros_like(row)
-        routed = experts(row, w_gate_up[ids[0]], w_down[ids[0]])
+        gate_up = chosen(w_gate_up, w_gate_up_scale, ids[0])
+        routed = experts(row, gate_up, chosen(w_down, w_down_scale, ids[0]))
         for slot in range(top_k):
             total += weights[0, slot] * routed[slot]
         if shared_gate_up is not None:
