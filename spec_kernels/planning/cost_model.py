@@ -16,7 +16,7 @@ from spec_kernels.planning.measurements import Measurements, interpolated, on_bo
 from spec_kernels.planning.model_shapes import DrafterShape, TargetShape, check_count
 from spec_kernels.planning.parts import CycleCost, CyclePart, Quantity, combine, product, quotient
 
-__all__ = ["CycleCost", "CyclePart", "Run", "cost_curve", "cycle_cost", "draft_step_ms"]
+__all__ = ["CycleCost", "CyclePart", "Run", "cost_curve", "cycle_cost", "draft_step_ms", "report"]
 
 READS = ("once", "each")
 
@@ -144,6 +144,21 @@ def draft_step_ms(
     costs = on_box(box, num_ranks=target.num_ranks) if isinstance(box, str) else box
     run = Run(num_nodes=2, draft_steps=1, context=context, batch=batch)
     return _drafter_ms(target, drafter, costs, run).value
+
+
+def report(target: TargetShape, drafter: DrafterShape, costs: Measurements, run: Run) -> list[str]:
+    """Lines of text: measured cycles, if any, then plain step and cycle of ``run`` by the model."""
+    lines = [f"Figures: {costs.about}"]
+    for cycle in costs.cycles:
+        lines += ["", *cycle.table()]
+    plain = replace(run, num_nodes=1, draft_steps=0)
+    about = f"context {run.context}, batch {run.batch}"
+    for title, one in (
+        (f"Plain step, {about}", plain),
+        (f"Cycle, {run.num_nodes} tokens verified, {run.draft_steps} draft steps, {about}", run),
+    ):
+        lines += ["", *cycle_cost(target, costs, one, drafter, title).table()]
+    return lines
 
 
 # Parts.
