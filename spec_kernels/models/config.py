@@ -194,6 +194,41 @@ def _token_ids(config: str, field: str, value: Any, vocab_size: int) -> tuple[in
     return ids
 
 
+def _check_quantization(name: str, values: Any) -> None:
+    """Refuses formats other than W4A16 ``pack-quantized``: symmetric, a scale for each group.
+
+    Which tensors are packed is told by their names, and the size of a group by their shapes.
+    """
+    if values is None:
+        return
+    name = f"{name}: quantization_config"
+    if not isinstance(values, Mapping):
+        raise _fail(name, "quantization_config", "an object or null", values)
+    fields = _Fields(name, values)
+    fields.only("quant_method", "compressed-tensors")
+    fields.only("format", "pack-quantized")
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise _fail(name, "config_groups", "an object", groups)
+    for key, group in groups.items():
+        where = f"{name}: {key}"
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            raise _fail(where, "weights", "an object", group)
+        if group.get("input_activations") is not None:
+            raise _fail(where, "input_activations", "null", group["input_activations"])
+        scheme = _Fields(f"{where}: weights", group["weights"])
+        for field, value in (
+            ("num_bits", 4),
+            ("type", "int"),
+            ("symmetric", True),
+            ("strategy", "group"),
+            ("dynamic", False),
+        ):
+            scheme.only(field, value)
+        if group["weights"].get("actorder") is not None:
+            raise _fail(f"{where}: weights", "actorder", "null", group["weights"]["actorder"])
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
     """A DeepSeek-V3 / Kimi-K2 target: MLA attention, sigmoid-routed experts, first layers dense.
@@ -269,7 +304,8 @@ class TargetConfig:
                         f"{name}: text_config", "architectures", "DeepseekV3ForCausalLM", inner
                     )
             # The word embeddings are tied or not for the model as a whole.
-            values = {"tie_word_embeddings": values.get("tie_word_embeddings"), **nested}
+            whole = {n: values.get(n) for n in ("tie_word_embeddings", "quantization_config")}
+            values = {**whole, **{n: v for n, v in nested.items() if v is not None}}
         fields = _Fields(name, values)
         fields.only("hidden_act", "silu")
         fields.only("scoring_func", "sigmoid")
@@ -277,6 +313,7 @@ class TargetConfig:
         fields.only("moe_layer_freq", 1)
         fields.only("attention_bias", False)
         fields.only("rope_interleave", True)
+        _check_quantization(name, values.get("quantization_config"))
         vocab_size = fields.integer("vocab_size")
         config = cls(
             hidden_size=fields.integer("hidden_size"),

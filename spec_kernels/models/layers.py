@@ -213,32 +213,18 @@ class DenseMLP:
 
 
 class MoE:
-    """Routed experts and the shared one, each split over ranks, whose sum is due afterwards."""
+    """Routed experts and the shared one, each split over ranks, whose sum is due afterwards.
+
+    Routed experts that a checkpoint holds as packed INT4 stay packed in memory.
+    """
 
     def __init__(self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype):
-        hidden, inner = config.hidden_size, config.moe_intermediate_size
-        experts = config.n_routed_experts
-        rows = shard.of(inner, "moe_intermediate_size")
-        share, device = rows.stop - rows.start, weights.device
+        hidden, experts = config.hidden_size, config.n_routed_experts
         self.router = weights.read(f"{prefix}.gate.weight", (experts, hidden), dtype)
         self.bias = weights.read(
             f"{prefix}.gate.e_score_correction_bias", (experts,), torch.float32
         )
-        # Filled in place: a rank never holds more of the experts than its own part.
-        self.gate_up = torch.empty(experts, 2 * share, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(experts, hidden, share, dtype=dtype, device=device)
-        for e in range(experts):
-            name = f"{prefix}.experts.{e}"
-            shape = (inner, hidden)
-            self.gate_up[e, :share] = weights.read(
-                f"{name}.gate_proj.weight", shape, dtype, rows=rows
-            )
-            self.gate_up[e, share:] = weights.read(
-                f"{name}.up_proj.weight", shape, dtype, rows=rows
-            )
-            self.down[e] = weights.read(
-                f"{name}.down_proj.weight", (hidden, inner), dtype, columns=rows
-            )
+        self._read_routed(weights, f"{prefix}.experts", config, shard, dtype)
         self.shared_gate_up = self.shared_down = None
         if config.n_shared_experts:
             shared, name = config.shared_intermediate_size, f"{prefix}.shared_experts"
@@ -260,6 +246,39 @@ class MoE:
             config.norm_topk_prob,
         )
 
+    def _read_routed(
+        self, weights: Checkpoint, prefix: str, config: TargetConfig, shard: Shard, dtype
+    ) -> None:
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        is_int4 = weights.holds_int4(f"{prefix}.0.gate_proj")
+        in_group = weights.int4_group(f"{prefix}.0.gate_proj", hidden) if is_int4 else 1
+        out_group = weights.int4_group(f"{prefix}.0.down_proj", inner) if is_int4 else 1
+        mine = shard.of(inner, "moe_intermediate_size", out_group)
+
+        def read(name: str, shape: tuple[int, int], group: int, **part) -> tuple[Tensor, ...]:
+            """The weights, and the scales where there are some."""
+            if is_int4:
+                return weights.read_int4(name, shape, group, **part)
+            return (weights.read(f"{name}.weight", shape, dtype, **part),)
+
+        gate_up, down = [], []
+        for e in range(config.n_routed_experts):
+            name = f"{prefix}.{e}"
+            gate = read(f"{name}.gate_proj", (inner, hidden), in_group, rows=mine)
+            up = read(f"{name}.up_proj", (inner, hidden), in_group, rows=mine)
+            last = read(f"{name}.down_proj", (hidden, inner), out_group, columns=mine)
+            if e == 0:
+                # Filled in place: a rank never holds more of the experts than its own part.
+                size = (config.n_routed_experts, 2 * (mine.stop - mine.start))
+                gate_up = [t.new_empty(*size, t.shape[1]) for t in gate]
+                down = [t.new_empty(size[0], *t.shape) for t in last]
+            for stack, *halves in zip(gate_up, gate, up, strict=True):
+                torch.cat(halves, out=stack[e])
+            for stack, t in zip(down, last, strict=True):
+                stack[e] = t
+        self.gate_up, self.gate_up_scale = (*gate_up, None)[:2]
+        self.down, self.down_scale = (*down, None)[:2]
+
     def forward(self, x: Tensor, out: Tensor) -> None:
         """``x [T, H]`` -> ``out [T, H]``."""
         _ops.moe_experts.default(
@@ -268,8 +287,8 @@ class MoE:
             self.bias,
             self.gate_up,
             self.down,
-            None,
-            None,
+            self.gate_up_scale,
+            self.down_scale,
             self.shared_gate_up,
             self.shared_down,
             *self.settings,

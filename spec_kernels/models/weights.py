@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from spec_kernels.ops.moe_experts import INT4_GROUP, INT4_PER_WORD
+
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 
@@ -35,6 +37,9 @@ DRAFTER_PREFIXES = (
 )
 SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 _MAX_NAMED = 8
+# Of an INT4 matrix in the pack-quantized format. The third is not read: in a shard it still gives
+# the shape of the whole.
+PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +49,16 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def of(self, total: int, what: str) -> slice:
-        """This rank's contiguous range. ValueError naming ``what`` if ranks do not divide it."""
-        if total % self.size:
-            raise ValueError(f"tensor parallelism: {what} = {total} does not divide by {self.size}")
+    def of(self, total: int, what: str, unit: int = 1) -> slice:
+        """This rank's contiguous range, of whole units.
+
+        ValueError naming ``what`` if ranks do not divide it so.
+        """
+        if total % (self.size * unit):
+            units = f" into multiples of {unit}" if unit > 1 else ""
+            raise ValueError(
+                f"tensor parallelism: {what} = {total} does not divide by {self.size}{units}"
+            )
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -143,17 +154,10 @@ class Checkpoint:
         Raises:
             ValueError: the tensor is absent or was read before; its shape or dtype is another.
         """
-        if name not in self._where:
-            packed = name.removesuffix(".weight") + ".weight_packed"
-            if name.endswith(".weight") and packed in self._where:
-                path, published = self._where[packed]
-                raise ValueError(f"{path}: {published}: packed INT4 weights are not supported yet")
-            raise ValueError(f"{self.directory}: missing tensor {name}")
-        path, published = self._where[name]
+        path, published, view = self._find(name)
         if name not in self._unused:
             raise ValueError(f"{path}: {published}: asked for twice")
         self._unused.discard(name)
-        view = self._open(path).get_slice(published)
         if tuple(view.get_shape()) != tuple(shape):
             raise ValueError(
                 f"{path}: {published}: expected shape {list(shape)}, got {view.get_shape()}"
@@ -170,6 +174,80 @@ class Checkpoint:
         else:
             part = view[slice(None) if rows is None else rows, columns]
         return part.to(device=self.device, dtype=dtype)
+
+    def _find(self, name: str):
+        """File, published name and contents of tensor ``name``."""
+        if name not in self._where:
+            packed = name.removesuffix(".weight") + PACKED
+            if name.endswith(".weight") and packed in self._where:
+                path, published = self._where[packed]
+                raise ValueError(
+                    f"{path}: {published}: expected {name}: INT4 is read for all routed experts "
+                    "of a layer or for none, and for nothing else"
+                )
+            raise ValueError(f"{self.directory}: missing tensor {name}")
+        path, published = self._where[name]
+        return path, published, self._open(path).get_slice(published)
+
+    def holds_int4(self, name: str) -> bool:
+        """Whether the matrix of module ``name`` is there as packed INT4."""
+        return name + PACKED in self._where
+
+    def int4_group(self, name: str, num_columns: int) -> int:
+        """Neighbouring elements that share a scale in the INT4 matrix of module ``name``.
+
+        Raises:
+            ValueError: there is no such matrix; its groups are of no multiple of 32 elements; its
+                scales are no bfloat16, to which they would have to be rounded.
+        """
+        path, published, view = self._find(name + SCALE)
+        if view.get_dtype() != "BF16":
+            raise ValueError(f"{path}: {published}: expected dtype BF16, got {view.get_dtype()}")
+        shape = view.get_shape()
+        num_groups = max(1, shape[-1]) if len(shape) == 2 else 1
+        group = num_columns // num_groups
+        if len(shape) != 2 or group * num_groups != num_columns or group % INT4_GROUP:
+            raise ValueError(
+                f"{path}: {published}: expected groups of a multiple of {INT4_GROUP} among "
+                f"{num_columns} columns, got shape {shape}"
+            )
+        return group
+
+    def read_int4(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        group: int,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The INT4 matrix of module ``name``, of full shape ``shape``, or a part, still packed.
+
+        Returns:
+            words ``[rows, columns / 8]`` int32 and scales ``[rows, columns / group]`` bfloat16, as
+            ``moe_experts`` takes them.
+
+        Raises:
+            ValueError: as ``read`` and ``int4_group``; columns are not cut between groups.
+        """
+
+        def cut(size: int) -> slice | None:
+            return columns and slice(columns.start // size, columns.stop // size)
+
+        if columns and (columns.start % group or columns.stop % group):
+            raise ValueError(
+                f"{self.directory}: {name}: expected columns cut at multiples of the group of "
+                f"{group}, got {columns.start}:{columns.stop}"
+            )
+        self.int4_group(name, shape[1])
+        of_words, of_scales = ((shape[0], shape[1] // size) for size in (INT4_PER_WORD, group))
+        words = self.read(
+            name + PACKED, of_words, torch.int32, rows=rows, columns=cut(INT4_PER_WORD)
+        )
+        scales = self.read(name + SCALE, of_scales, torch.bfloat16, rows=rows, columns=cut(group))
+        self._unused.discard(name + SHAPE)
+        return words, scales
 
     def finish(self) -> None:
         """Closes the files. ValueError that names tensors which nothing read."""

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from spec_kernels.ops.moe_experts import dequantize_int4
+from spec_kernels.testing.int4 import quantize_int4
+
 TARGET = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -49,6 +52,31 @@ TARGET = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
     "attention_bias": False,
+}
+
+# Its experts split into whole INT4 groups, over two ranks too.
+INT4_TARGET = TARGET | {
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": None,
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 32,
+                    "actorder": None,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
 }
 
 DRAFTER = {
@@ -127,6 +155,25 @@ def target_tensors(
             inner = c["n_shared_experts"] * c["moe_intermediate_size"]
             mlp(f"{layer}.mlp.shared_experts", inner)
     return tensors
+
+
+def pack_experts(
+    tensors: dict[str, torch.Tensor], group: int = 32
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """``tensors`` with routed experts as packed INT4, and with what these stand for in float32."""
+    packed, plain = {}, {}
+    for name, t in tensors.items():
+        if ".mlp.experts." not in name:
+            packed[name] = plain[name] = t
+            continue
+        words, scale = quantize_int4(t, group)
+        packed |= {
+            f"{name}_packed": words,
+            f"{name}_scale": scale,
+            f"{name}_shape": torch.tensor(t.shape),
+        }
+        plain[name] = dequantize_int4(words, scale)
+    return packed, plain
 
 
 def drafter_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:

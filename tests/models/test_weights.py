@@ -105,14 +105,6 @@ def test_missing_tensor_is_named(tmp_path, tensors):
         load(write_checkpoint(tmp_path, TARGET, rest))
 
 
-def test_packed_int4_experts_are_refused_by_name(tmp_path, tensors):
-    name = "model.layers.1.mlp.experts.0.gate_proj.weight"
-    packed = {n: t for n, t in tensors.items() if n != name}
-    packed[name + "_packed"] = torch.zeros(16, 6, dtype=torch.int32)
-    with pytest.raises(ValueError, match="weight_packed: packed INT4 weights are not supported"):
-        load(write_checkpoint(tmp_path, TARGET, packed))
-
-
 def test_wrong_shape_names_file_and_tensor(tmp_path, tensors):
     wrong = {**tensors, "model.norm.weight": torch.ones(47)}
     message = r"model\.safetensors: model\.norm\.weight: expected shape \[48\], got \[47\]"

@@ -13,6 +13,7 @@ _BF16 = (torch.bfloat16,)
 _INT32 = (torch.int32,)
 # Elements that share a scale come in multiples of this.
 INT4_GROUP = 32
+INT4_PER_WORD = 8
 
 
 def moe_experts(
@@ -88,7 +89,7 @@ def moe_experts(
     packed = w_down_scale is not None
     if packed and hidden % INT4_GROUP:
         fail(_OP, "x", f"a multiple of {INT4_GROUP} columns for INT4 experts", hidden)
-    dtypes, per_word = (_INT32, 8) if packed else (same, 1)
+    dtypes, per_word = (_INT32, INT4_PER_WORD) if packed else (same, 1)
     check_tensor(_OP, "w_down", w_down, (num_experts, hidden, None), dtypes, device)
     inner = w_down.shape[2] * per_word
     shape = (num_experts, 2 * inner, hidden // per_word)
