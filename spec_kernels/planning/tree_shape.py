@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from spec_kernels.ops.tree_build import tree_from_paths
+from spec_kernels.planning.checks import fail
 
 Path = tuple[int, ...]
 # By depth and rank, or a function of the parent's path that gives its children's rates by rank.
@@ -26,24 +27,22 @@ Rates = Sequence[Sequence[float]] | Callable[[Path], Sequence[float]]
 _ROUNDING = 1e-9
 
 
-def _fail(function: str, argument: str, expected: str, got: object) -> None:
-    raise ValueError(f"{function}: {argument}: expected {expected}, got {got}")
-
-
 def _children(function: str, rates: Rates) -> Callable[[Path], Sequence[float]]:
     """The rates as a function of the parent's path, checked as they are asked for."""
 
     def check(row: Sequence[float], where: str) -> Sequence[float]:
         if any(not 0 <= x <= 1 for x in row):
-            _fail(function, where, "probabilities in [0, 1]", list(row))
+            raise fail(function, where, "probabilities in [0, 1]", list(row))
         if sum(row) > 1 + _ROUNDING:
-            _fail(function, where, "a sum of at most 1, since one candidate is right", sum(row))
+            raise fail(
+                function, where, "a sum of at most 1, since one candidate is right", sum(row)
+            )
         return row
 
     if callable(rates):
         return lambda path: check(rates(path), f"rates{path}")
     if not len(rates):
-        _fail(function, "rates", "at least one depth", rates)
+        raise fail(function, "rates", "at least one depth", rates)
     rows = [check(row, f"rates[{depth}]") for depth, row in enumerate(rates)]
     return lambda path: rows[len(path)] if len(path) < len(rows) else ()
 
@@ -62,19 +61,19 @@ def accept_length(parents: Sequence[int], ranks: Sequence[int], rates: Rates) ->
     name = "accept_length"
     children = _children(name, rates)
     if len(parents) != len(ranks) or not len(parents):
-        _fail(name, "ranks", f"one for each of {len(parents)} >= 1 parents", len(ranks))
+        raise fail(name, "ranks", f"one for each of {len(parents)} >= 1 parents", len(ranks))
     paths: list[Path] = [()]
     chances = [1.0]
     for node in range(1, len(parents)):
         parent, rank = parents[node], ranks[node]
         if not 0 <= parent < node:
-            _fail(name, f"parents[{node}]", f"an earlier node, 0 to {node - 1}", parent)
+            raise fail(name, f"parents[{node}]", f"an earlier node, 0 to {node - 1}", parent)
         path = (*paths[parent], rank)
         row = children(paths[parent])
         if not 0 <= rank < len(row):
-            _fail(name, f"ranks[{node}]", f"one of the {len(row)} with a rate", rank)
+            raise fail(name, f"ranks[{node}]", f"one of the {len(row)} with a rate", rank)
         if path in paths:
-            _fail(name, f"ranks[{node}]", "different ranks for the children of a node", rank)
+            raise fail(name, f"ranks[{node}]", "different ranks for the children of a node", rank)
         paths.append(path)
         chances.append(chances[parent] * row[rank])
     return math.fsum(chances)
@@ -152,20 +151,20 @@ def best_tree(
     """
     name = "best_tree"
     if num_nodes < 1:
-        _fail(name, "num_nodes", "at least 1, the root", num_nodes)
+        raise fail(name, "num_nodes", "at least 1, the root", num_nodes)
     shape = _trees(name, rates, num_nodes, max_depth, max_children, first_draws)(num_nodes)
     if shape is None:
-        _fail(name, "num_nodes", "no more nodes than rates and limits allow", num_nodes)
+        raise fail(name, "num_nodes", "no more nodes than rates and limits allow", num_nodes)
     return shape
 
 
 def best_chain(rates: Rates, steps: int) -> Shape:
     """The chain of ``steps`` likeliest candidates."""
     if steps < 0:
-        _fail("best_chain", "steps", "at least 0", steps)
+        raise fail("best_chain", "steps", "at least 0", steps)
     shape = _trees("best_chain", rates, steps + 1, None, 1, False)(steps + 1)
     if shape is None:
-        _fail("best_chain", "steps", "no more steps than depths with rates", steps)
+        raise fail("best_chain", "steps", "no more steps than depths with rates", steps)
     return shape
 
 
@@ -180,10 +179,10 @@ def _trees(
     """Best trees of up to ``most_nodes`` nodes by their number; None = there are not so many."""
     for argument, limit in (("max_depth", max_depth), ("max_children", max_children)):
         if limit is not None and limit < 0:
-            _fail(name, argument, "at least 0", limit)
+            raise fail(name, argument, "at least 0", limit)
     if first_draws:
         if callable(rates):
-            _fail(name, "rates", "rates by depth and rank for first draws", rates)
+            raise fail(name, "rates", "rates by depth and rank for first draws", rates)
         children = _children(name, rates)
         rows = [list(children((0,) * d))[:max_children] for d in range(len(rates))][:max_depth]
         return _first_draw_trees(rows, most_nodes)
@@ -310,12 +309,14 @@ class Choice:
 def check_costs(function: str, cost_ms: Mapping[int, float], draft_ms: float) -> None:
     """ValueError unless ``cost_ms`` and ``draft_ms`` are as ``best_shape`` wants them."""
     if not cost_ms:
-        _fail(function, "cost_ms", "at least one number of nodes", dict(cost_ms))
+        raise fail(function, "cost_ms", "at least one number of nodes", dict(cost_ms))
     for num_nodes, ms in cost_ms.items():
         if num_nodes < 1 or not (ms > 0 and math.isfinite(ms)):
-            _fail(function, "cost_ms", "nodes >= 1 and finite milliseconds > 0", {num_nodes: ms})
+            raise fail(
+                function, "cost_ms", "nodes >= 1 and finite milliseconds > 0", {num_nodes: ms}
+            )
     if not (draft_ms >= 0 and math.isfinite(draft_ms)):
-        _fail(function, "draft_ms", "finite milliseconds >= 0", draft_ms)
+        raise fail(function, "draft_ms", "finite milliseconds >= 0", draft_ms)
 
 
 def choices(

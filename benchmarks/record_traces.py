@@ -1,0 +1,80 @@
+"""Records an acceptance trace of the bundled model: see ``spec_kernels.planning.traces``.
+
+    python benchmarks/record_traces.py FILE [--prompts N] [--new-tokens N] [--temperatures T ...]
+
+The target continues held-out prompts by plain decoding, greedily and sampled; then the drafter is
+run over what came out. A first pass tells which drafts are right most often: confidences are then
+recorded of the likeliest ones and of a chain.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from bench_decode import held_out
+
+from spec_kernels.comm import Communicator
+from spec_kernels.decode.cli import ASSETS
+from spec_kernels.decode.engine import Engine
+from spec_kernels.decode.sampling import SamplingParams
+from spec_kernels.models.config import DrafterConfig, TargetConfig
+from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.target import Target
+from spec_kernels.planning.recorder import Recorder
+from spec_kernels.planning.traces import Text, Trace, chain_paths, path_rates
+from spec_kernels.planning.tree_shape import best_tree
+from spec_kernels.testing.timing import machine
+
+DEPTH, NUM_RANKS, NUM_LIKELIEST = 8, 4, 15
+
+
+def models() -> tuple[Target, Drafter]:
+    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
+    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
+    target = Target.load(ASSETS / "target", Communicator.single(), captured_layers=layers)
+    return target, Drafter.load(ASSETS / "drafter", target)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file")
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    options = parser.parse_args()
+    prompts = held_out(options.prompts)
+    longest = max(map(len, prompts)) + options.new_tokens + DEPTH
+    target, drafter = models()
+    engine = Engine(target, max_tokens=longest)
+    texts = []
+    with torch.inference_mode():
+        for number, prompt in enumerate(prompts):
+            for temperature in options.temperatures:
+                sampling = SamplingParams(temperature, seed=number)
+                count = options.new_tokens + DEPTH
+                new = engine.generate(prompt, count, speculative=False, sampling=sampling).tokens
+                texts.append((f"held-out prompt {number}", temperature, prompt, new))
+
+    def record(paths) -> Trace:
+        recorder = Recorder(
+            target, drafter, paths, depth=DEPTH, num_ranks=NUM_RANKS, max_tokens=longest
+        )
+        records = (
+            Text(name, temperature, *recorder.record([*prompt, *new], len(prompt)))
+            for name, temperature, prompt, new in texts
+        )
+        source = {"models": "bundled, float32", "num_new_tokens": options.new_tokens} | machine()
+        return Trace(tuple(paths), NUM_RANKS, tuple(records), source)
+
+    chain = chain_paths(DEPTH)
+    likeliest = best_tree(path_rates(record(chain).texts, NUM_RANKS), NUM_LIKELIEST + 1).paths
+    trace = record([*likeliest, *(path for path in chain if path not in likeliest)])
+    trace.save(options.file)
+    print(f"{sum(map(len, trace.texts))} places of {len(texts)} texts: {options.file}")
+    for temperature in trace.temperatures:
+        print(f"temperature {temperature:g}: paths {trace.paths}")
+
+
+if __name__ == "__main__":
+    main()
