@@ -71,9 +71,7 @@ def main():
     likeliest = best_tree(path_rates(record(chain).texts, NUM_RANKS), NUM_LIKELIEST + 1).paths
     trace = record([*likeliest, *(path for path in chain if path not in likeliest)])
     trace.save(options.file)
-    print(f"{sum(map(len, trace.texts))} places of {len(texts)} texts: {options.file}")
-    for temperature in trace.temperatures:
-        print(f"temperature {temperature:g}: paths {trace.paths}")
+    print(f"{sum(map(len, trace.texts))} places of {len(texts)} texts; drafts {trace.paths}")
 
 
 if __name__ == "__main__":

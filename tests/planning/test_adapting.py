@@ -1,0 +1,117 @@
+"""The loop's rule judged on traces whose best answer is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spec_kernels.decode.adaptive import Adapter, CostTable
+from spec_kernels.planning.adapting import judge, replay_adaptive
+from spec_kernels.planning.traces import Text, Trace, chain_paths, replay
+
+RUNGS = [1, 2, 4]
+COSTS = CostTable({(1, 1): 10.0, (1, 2): 12.0, (1, 4): 15.0})
+
+
+def text(name, chance, confidence, num_places=200, seed=0):
+    """Drafts that are right with one probability at every depth and place."""
+    generator = np.random.default_rng(seed)
+    ranks = np.where(generator.uniform(size=(num_places, 3)) < chance, 0, -1).astype(np.int8)
+    return Text(name, 0.0, ranks, np.full((num_places, 3), confidence))
+
+
+def trace(*texts):
+    return Trace(tuple(chain_paths(3)), 2, texts)
+
+
+def test_drafts_that_are_never_right_are_left_out():
+    verdict = judge(trace(*(text(f"t{i}", 0.0, 0.9) for i in range(4))), RUNGS, COSTS)
+    assert verdict.best_fixed == 1
+    assert verdict.fixed == {1: pytest.approx(100), 2: pytest.approx(1e3 / 12), 4: 1e3 / 15}
+    assert verdict.best_possible == pytest.approx(100)
+    assert 1 / 1.08 < verdict.gain[0] <= 1
+
+
+def test_drafts_that_are_always_right_are_all_taken():
+    verdict = judge(trace(*(text(f"t{i}", 1.0, 0.9) for i in range(4))), RUNGS, COSTS)
+    assert verdict.best_fixed == 4
+    assert verdict.best_possible == pytest.approx(4e3 / 15, rel=0.02)
+    assert 0.97 < verdict.gain[0] <= 1 + 1e-9
+
+
+def test_texts_of_two_kinds_are_told_apart():
+    """A fixed size is wrong for half of them; confidences tell nothing, acceptance does."""
+    texts = [text(f"t{i}", 0.98 if i % 2 else 0.05, 0.6, seed=i) for i in range(8)]
+    verdict = judge(trace(*texts), RUNGS, COSTS)
+    value, low, high = verdict.gain
+    assert verdict.adaptive == pytest.approx(value * verdict.fixed[verdict.best_fixed])
+    assert 1.03 < low <= value <= high
+    assert verdict.best_possible >= verdict.adaptive
+
+
+def test_the_same_again():
+    texts = [text(f"t{i}", 0.5, 0.5, seed=i) for i in range(4)]
+    assert judge(trace(*texts), RUNGS, COSTS) == judge(trace(*texts), RUNGS, COSTS)
+
+
+def test_one_prompt_has_no_spread():
+    texts = [text("t", 0.5, 0.5, seed=i) for i in range(3)]
+    value, low, high = judge(trace(*texts), RUNGS, COSTS).gain
+    assert low == pytest.approx(value) and high == pytest.approx(value)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_one_size_is_that_size(delay):
+    """With nothing to choose from, the rule's replay is the fixed one's."""
+    one = text("t", 0.6, 0.5)
+    adapter = Adapter([1], COSTS)
+    run = replay_adaptive(one, "t", adapter, chain_paths(3), delay)
+    assert run == replay(one, [], 10.0)
+
+
+class Scripted(Adapter):
+    """Chooses as told, and notes what it is shown."""
+
+    def __init__(self, script, **options):
+        super().__init__(RUNGS, COSTS, **options)
+        self.script, self.shown = list(script), []
+
+    def choose(self, active, bucket):
+        choice = super().choose(active, bucket)
+        choice.__dict__.update(rung=self.script[0][0], max_nodes=[self.script[0][1]])
+        del self.script[0]
+        return choice
+
+    def observe(self, request_id, *seen):
+        self.shown.append(seen)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_what_the_rule_is_shown(delay):
+    ranks = np.array([[0, 0, 0], [1, 0, 0], [0, 0, 0], [-1, 0, 0], [0, 1, 0]], np.int8)
+    confidence = np.arange(15).reshape(5, 3) / 20
+    one = Text("t", 0.0, ranks, confidence)
+    # Places 0 (one draft of three kept), 2 (one of one), 4.
+    adapter = Scripted([(2, 2), (1, 2), (2, 4)])
+    run = replay_adaptive(one, "t", adapter, chain_paths(3), delay)
+    expected = [
+        (2, 2, confidence[0].tolist(), 1),
+        (1, 2, confidence[2, :1].tolist(), 1),
+        (2, 4, confidence[4].tolist(), 1),
+    ]
+    assert adapter.shown == expected[: 3 - delay]
+    cost = COSTS.cycle(1, 4, 1) + COSTS.cycle(1, 2, 1) + COSTS.cycle(1, 4, 3)
+    assert (run.num_tokens, run.num_cycles, run.ms) == (5, 3, pytest.approx(cost))
+
+
+def test_a_trees_confidences_are_multiplied_up():
+    paths = [(0,), (1,), (0, 0)]
+    one = Text("t", 0.0, np.zeros((1, 2), np.int8), np.array([[0.5, 0.25, 0.5]]))
+    adapter = Scripted([(2, 4)], form="cumulative")
+    replay_adaptive(one, "t", adapter, paths, 0)
+    assert adapter.shown == [(2, 4, [0.5, 0.25, 0.25], 2)]
+
+
+def test_rungs_beyond_the_trace():
+    with pytest.raises(ValueError, match="judge: rungs: expected at most 4 nodes"):
+        judge(trace(text("t", 0.5, 0.5)), [1, 5], COSTS)
