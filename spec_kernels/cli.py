@@ -13,6 +13,7 @@ _MODULES = (
     "spec_kernels.decode.cli",
     "spec_kernels.training.cli",
     "spec_kernels.comm.cli",
+    "spec_kernels.planning.cli",
     "spec_kernels.info",
 )
 

@@ -20,6 +20,8 @@ import numpy as np
 from spec_kernels.planning.checks import count, fail, plain, rates, real
 
 CONFIDENCE = 0.95
+# Relative. What lies out of reach by less than this does so by the rounding of its inputs.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def tok_s(accept_length, cycle_ms, batch: int = 1):
     """
     lengths = real("tok_s", "accept_length", accept_length, at_least=0)
     cycles = real("tok_s", "cycle_ms", cycle_ms, above=0)
-    return plain(count("tok_s", "batch", batch) * lengths / (1e-3 * cycles))
+    return plain(1000 * count("tok_s", "batch", batch) * lengths / cycles)
 
 
 def required_accept_length(target_tok_s, cycle_ms, batch: int = 1):
@@ -68,7 +70,8 @@ def required_accept_length(target_tok_s, cycle_ms, batch: int = 1):
     name = "required_accept_length"
     targets = real(name, "target_tok_s", target_tok_s, above=0)
     cycles = real(name, "cycle_ms", cycle_ms, above=0)
-    return plain(1e-3 * targets * cycles / count(name, "batch", batch))
+    # Products first: 100 tok/s at 30 ms is 3 exactly, just within reach of 2 drafts.
+    return plain(targets * cycles / (1000 * count(name, "batch", batch)))
 
 
 def break_even(plain_tok_s, cycle_ms, batch: int = 1):
@@ -84,7 +87,7 @@ def calibrated_cycle_ms(accept_length, measured_tok_s, batch: int = 1):
     name = "calibrated_cycle_ms"
     lengths = real(name, "accept_length", accept_length, at_least=1)
     speeds = real(name, "measured_tok_s", measured_tok_s, above=0)
-    return plain(1e3 * count(name, "batch", batch) * lengths / speeds)
+    return plain(1000 * count(name, "batch", batch) * lengths / speeds)
 
 
 def draft_overhead(cycle_ms, plain_tok_s, batch: int = 1):
@@ -92,7 +95,7 @@ def draft_overhead(cycle_ms, plain_tok_s, batch: int = 1):
     name = "draft_overhead"
     cycles = real(name, "cycle_ms", cycle_ms, above=0)
     speeds = real(name, "plain_tok_s", plain_tok_s, above=0)
-    return plain(1e-3 * cycles * speeds / count(name, "batch", batch) - 1)
+    return plain(cycles * speeds / (1000 * count(name, "batch", batch)) - 1)
 
 
 def overhead_cycle_ms(overhead, plain_tok_s, batch: int = 1):
@@ -103,7 +106,7 @@ def overhead_cycle_ms(overhead, plain_tok_s, batch: int = 1):
     name = "overhead_cycle_ms"
     shares = real(name, "overhead", overhead, at_least=0)
     speeds = real(name, "plain_tok_s", plain_tok_s, above=0)
-    return plain(1e3 * count(name, "batch", batch) * (1 + shares) / speeds)
+    return plain(1000 * count(name, "batch", batch) * (1 + shares) / speeds)
 
 
 def speedup(accept_length, overhead):
@@ -146,7 +149,7 @@ def is_reachable(accept_length, num_drafts: int):
     """Whether k drafts can give this accept length at some accuracy: at most k + 1."""
     name = "is_reachable"
     lengths = real(name, "accept_length", accept_length, at_least=0)
-    within = lengths <= count(name, "num_drafts", num_drafts) + 1
+    within = lengths <= (count(name, "num_drafts", num_drafts) + 1) * (1 + _ROUNDING)
     return bool(within) if np.ndim(within) == 0 else within
 
 
@@ -164,8 +167,8 @@ def chain_accuracy(accept_length, num_drafts: int):
         middle = (low + high) / 2
         below = chain_accept_length(middle, num_drafts) < lengths
         low, high = np.where(below, middle, low), np.where(below, high, middle)
-    root = np.where(lengths == 1, 0.0, high)
-    return plain(np.where(lengths <= num_drafts + 1, root, np.nan))
+    root = np.select([lengths == 1, lengths >= num_drafts + 1], [0.0, 1.0], high)
+    return plain(np.where(is_reachable(lengths, num_drafts), root, np.nan))
 
 
 def accept_length(full_accuracy: Sequence[float]) -> float:
@@ -209,8 +212,10 @@ def tail_for(full_accuracy: Sequence[float], num_drafts: int, wanted: float) -> 
     full = rates(name, "full_accuracy", full_accuracy, falling=True)
     beyond = count(name, "num_drafts", num_drafts, minimum=len(full) + 1) - len(full)
     rest = float(real(name, "wanted", wanted, at_least=1)) - accept_length(full)
-    if full[-1] == 0 or rest < 0:
+    most = beyond * full[-1]
+    if full[-1] == 0 or not -_ROUNDING * wanted <= rest <= most + _ROUNDING * wanted:
         return math.nan
+    rest = min(max(0.0, rest), most)
     # sum of tail^1..tail^n = chain accept length - 1.
     return chain_accuracy(1 + rest / full[-1], beyond)
 
