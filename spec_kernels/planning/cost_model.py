@@ -16,7 +16,16 @@ from spec_kernels.planning.measurements import Measurements, interpolated, on_bo
 from spec_kernels.planning.model_shapes import DrafterShape, TargetShape, check_count
 from spec_kernels.planning.parts import CycleCost, CyclePart, Quantity, combine, product, quotient
 
-__all__ = ["CycleCost", "CyclePart", "Run", "cost_curve", "cycle_cost", "draft_step_ms", "report"]
+__all__ = [
+    "CycleCost",
+    "CyclePart",
+    "Run",
+    "chain_costs",
+    "cost_curve",
+    "cycle_cost",
+    "draft_step_ms",
+    "report",
+]
 
 READS = ("once", "each")
 
@@ -144,6 +153,28 @@ def draft_step_ms(
     costs = on_box(box, num_ranks=target.num_ranks) if isinstance(box, str) else box
     run = Run(num_nodes=2, draft_steps=1, context=context, batch=batch)
     return _drafter_ms(target, drafter, costs, run).value
+
+
+def chain_costs(
+    target: TargetShape,
+    drafter: DrafterShape,
+    box: Measurements | str,
+    num_tokens: Iterable[int],
+    batches: Iterable[int] = (1,),
+    context: int = 0,
+) -> dict[tuple[int, int], float]:
+    """Whole cycles of chains, ``{(requests, verified tokens a request): ms}``.
+
+    What ``decode.adaptive.CostTable`` takes. A chain of one node has no drafts, and the drafter
+    runs once all the same, to stay in step. Arguments as for ``cost_curve``.
+    """
+    sizes = list(num_tokens)
+    grid = {}
+    for batch in batches:
+        step = draft_step_ms(target, drafter, box, context, batch)
+        for num, ms in cost_curve(target, box, sizes, context, batch).items():
+            grid[batch, num] = ms + max(1, num - 1) * step
+    return grid
 
 
 def report(target: TargetShape, drafter: DrafterShape, costs: Measurements, run: Run) -> list[str]:

@@ -356,10 +356,11 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
         missing = {"draft", "build", "verify", "accept", "extend"} - phase.keys()
         if missing:
             raise _fail(where, name, f"the phases {', '.join(sorted(missing))} too", sorted(phase))
-        source = f"{where}, mean of {one.get('num_cycles', '?')} cycles"
+        phases.append(dict(phase))
+        phase["between phases"] = max(0.0, _cycle_ms(one, where, k) - math.fsum(phase.values()))
+        source = f"{where}, mean of {one['num_cycles']} cycles"
         parts = [CyclePart(key, ms, ms, ms, "measured", source) for key, ms in phase.items()]
         cycles.append(CycleCost(tuple(parts), f"{one.get('name', 'cycle')}: {where}"))
-        phases.append(phase)
     first = phases[0]
     plain = _number(where, "plain_step_ms", passes[0].get("plain_step_ms"))
 
@@ -374,3 +375,20 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
         cost_curve_ms={1: mean(plain), nodes: mean(verify)},
         cycles=tuple(cycles),
     )
+
+
+def _cycle_ms(one: Mapping, where: str, k: int) -> float:
+    """Of a pass of ``decode``: its seconds over its cycles.
+
+    The first token of a prompt belongs to its prefill, as in ``speculative_tok_s``.
+    """
+    counts = {}
+    for name in ("num_cycles", "num_tokens", "speculative_tok_s"):
+        counts[name] = _number(where, f"passes: {k}: {name}", one.get(name))
+        if counts[name] == 0:
+            raise _fail(where, f"passes: {k}: {name}", "a number > 0: nothing was decoded", 0)
+    prompts = one.get("prompts")
+    if not isinstance(prompts, list):
+        raise _fail(where, f"passes: {k}: prompts", "a list", prompts)
+    decoded = counts["num_tokens"] - len(prompts)
+    return 1e3 * decoded / counts["speculative_tok_s"] / counts["num_cycles"]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_kernels.decode.adaptive import CostTable
 from spec_kernels.decode.cli import ASSETS
 from spec_kernels.models.config import DrafterConfig, TargetConfig
-from spec_kernels.planning.cost_model import Run, cost_curve, cycle_cost, draft_step_ms
+from spec_kernels.planning.cost_model import Run, chain_costs, cost_curve, cycle_cost, draft_step_ms
 from spec_kernels.planning.measurements import RATES, defaults, load, on_box
 from spec_kernels.planning.model_shapes import (
     DrafterShape,
@@ -347,12 +348,48 @@ def test_rows_of_the_all_reduce_bench(tmp_path, capsys):
 
 def test_phases_of_the_main_job(tmp_path):
     phases = {"draft": 2.0, "build": 0.25, "verify": 6.0, "accept": 0.5, "extend": 1.0}
-    one = {"name": "greedy", "phases_ms": phases, "plain_step_ms": 5.0, "num_cycles": 40}
+    one = {
+        "name": "greedy",
+        "phases_ms": phases,
+        "plain_step_ms": 5.0,
+        "num_cycles": 40,
+        "num_tokens": 101,
+        "speculative_tok_s": 250.0,  # 100 decoded tokens in 0.4 s: 10 ms a cycle
+        "prompts": [{}],
+    }
     report = one | {"draft": {"steps": 3, "num_nodes": 4}, "passes": [one]}
     costs = load(write(tmp_path, report))
     (cycle,) = costs.cycles
-    assert cycle.total == sum(phases.values())
-    assert [part.name for part in cycle.parts] == list(phases)
+    assert cycle.total == pytest.approx(10.0)
+    assert [part.name for part in cycle.parts] == [*phases, "between phases"]
     assert {part.label for part in cycle.parts} == {"measured"}
     assert costs.draft_step_ms.value == 1.0
     assert cost_curve(TARGET, costs, [1, 4]) == {1: 5.0, 4: 6.75}
+    one["num_cycles"] = 0
+    with pytest.raises(ValueError, match="num_cycles: expected a number > 0: nothing was decoded"):
+        load(write(tmp_path, report))
+
+
+def test_the_report_of_a_real_run(tmp_path):
+    from spec_kernels import cli
+
+    path = tmp_path / "decode.json"
+    options = "--tp 1 --num-prompts 1 --max-new-tokens 12 --temperature 0 --draft-steps 2"
+    assert cli.main(["decode", *options.split(), "--json", str(path)]) == 0
+    costs = load(path)
+    (cycle,) = costs.cycles
+    report = json.loads(path.read_text())
+    assert cycle.total >= sum(report["phases_ms"].values()) * (1 - 1e-12)
+    assert cycle.part("verify").ms == report["phases_ms"]["verify"]
+    assert list(costs.cost_curve_ms) == [1, 3]
+
+
+def test_costs_of_chains_are_whole_cycles():
+    grid = chain_costs(TARGET, DRAFTER, BOX, [1, 2, 4], [1, 4])
+    assert set(grid) == {(b, n) for b in (1, 4) for n in (1, 2, 4)}
+    table = CostTable(grid)
+    assert (table.buckets, table.nodes) == ([1, 4], [1, 2, 4])
+    # The forwards of a cycle read fc once, those of the grid each: a few hundredths of a ms.
+    assert grid[1, 4] == pytest.approx(cost(Run(4, 3)).total, rel=0.01)
+    assert grid[4, 2] == pytest.approx(cost(Run(2, 1, batch=4)).total)
+    assert grid[1, 1] == pytest.approx(cost(Run(1)).total + draft_step_ms(TARGET, DRAFTER, BOX))
