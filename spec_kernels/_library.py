@@ -25,6 +25,9 @@ SCHEMAS = {
     "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, "
     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) pool_index, "
     "Tensor(h!) status) -> ()",
+    "draft_sample": "(Tensor logits, Tensor? target_ids, Tensor context_lens, int depth, "
+    "Tensor? temperature, Tensor? seeds, Tensor(a!) tokens, Tensor(b!) confidence, "
+    "Tensor(c!)? probs) -> ()",
     "tree_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
     "Tensor context_lens, Tensor ancestors, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, "
     "float scale, float logit_cap, int window, int shard_index, int num_shards, int shard_run, "

@@ -346,6 +346,24 @@ def _moved(c: Case, batch: int, nodes: int, page: int, table: int):
     ]
 
 
+def draft_sample(c: Case):
+    batch, rows, vocab = c.size(0, 1, 3), c.size(0, 1, 4), c.size(1, 2, 33, 300)
+    drafts, num_ids = c.random.randint(1, min(vocab, 5)), vocab + c.size(0, 7)
+    ids = torch.randperm(num_ids, generator=c.torch)[:vocab]
+    probs = c.random.choice((None, c.out(batch, rows, num_ids, dtype=torch.float32)))
+    return [
+        c.floats(batch, rows, vocab, dtype=c.float_type(), scale=3.0),
+        c.random.choice((None, c.place(ids))),
+        c.ints(-1, 100, batch),
+        c.size(1, 7),
+        c.random.choice((None, c.floats(batch).abs().mul_(c.size(0, 1)))),
+        c.ints(-9, 9, batch, dtype=torch.int64),
+        c.out(batch, rows, drafts, dtype=torch.int64),
+        c.out(batch, rows, drafts, dtype=torch.float32),
+        probs,
+    ]
+
+
 def moe_experts(c: Case):
     rows, hidden, dtype = c.size(0, 1, 3, 9), c.size(0, 1, 16, 33, 64), c.float_type()
     groups = c.size(1, 1, 2)

@@ -68,6 +68,7 @@ def part_of(path):
 def test_stems_are_those_of_the_design():
     assert STEMS == [
         "compact",
+        "draft_sample",
         "hidden_capture",
         "merge_states",
         "moe_experts",

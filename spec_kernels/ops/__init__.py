@@ -2,6 +2,7 @@
 
 from spec_kernels import _library
 from spec_kernels.ops.compact import compact
+from spec_kernels.ops.draft_sample import draft_sample
 from spec_kernels.ops.hidden_capture import hidden_capture
 from spec_kernels.ops.merge_states import merge_states
 from spec_kernels.ops.moe_experts import moe_experts
@@ -55,6 +56,7 @@ __all__ = [
     "attention_splits",
     "chain_tree",
     "compact",
+    "draft_sample",
     "hidden_capture",
     "link_tree",
     "merge_states",
