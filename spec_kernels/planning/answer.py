@@ -12,6 +12,7 @@ from spec_kernels.planning import viability
 from spec_kernels.planning.checks import count, fail, real
 from spec_kernels.planning.inputs import Acceptance
 from spec_kernels.planning.parts import CycleCost
+from spec_kernels.planning.tree_shape import Choice, fastest
 from spec_kernels.planning.viability import Estimate
 
 # The published case (8 PCIe GPUs): what is asked when nothing else is.
@@ -97,6 +98,7 @@ class Answer:
         warnings: what must not be overlooked.
         assumptions: what all this stands on.
         costs: parts of a cycle to be shown with it; None where not asked for.
+        chains: no drafts, 1, 2, ..., each with its cycle by the same costs; one request's tok/s.
     """
 
     num_drafts: int
@@ -112,6 +114,12 @@ class Answer:
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
     costs: CycleCost | None = None
+    chains: tuple[Choice, ...] = ()
+
+    @property
+    def best_chain(self) -> Choice | None:
+        """The fastest of ``chains``."""
+        return fastest(self.chains) if self.chains else None
 
 
 def requirement(
@@ -134,10 +142,10 @@ def with_drafts(
 ) -> tuple[np.ndarray, Estimate, list[str]]:
     """(full accuracies ``[num_drafts]``, accept length, what had to be assumed).
 
-    Fewer drafts than were measured cut the list, which is exact: a chain's later drafts do not
-    change its earlier ones. More continue it with a constant conditional accuracy: ``tail``, or the
-    last measured one. Where the source knows the accept length alone, one conditional accuracy
-    stands for all steps.
+    Fewer drafts than were measured cut the list: a chain's later drafts do not change its earlier
+    ones, if a little where its next cycle starts. More continue it with a constant conditional
+    accuracy: ``tail``, or the last measured one. Where the source knows the accept length alone,
+    one conditional accuracy stands for all steps.
     """
     name = "with_drafts"
     count(name, "num_drafts", num_drafts)
@@ -185,6 +193,7 @@ def make_answer(
     acceptance: Acceptance | None = None,
     tail: float | None = None,
     costs: CycleCost | None = None,
+    chains: Sequence[Choice] = (),
 ) -> Answer:
     """Works out everything that ``Answer`` holds.
 
@@ -197,6 +206,7 @@ def make_answer(
         acceptance: what the drafter does.
         tail: conditional accuracy beyond the last measured draft; see ``with_drafts``.
         costs: parts of a cycle; their sum is added to the cycle times.
+        chains: see ``Answer``.
 
     Raises:
         ValueError: a number that cannot be; names function, argument, expected, got.
@@ -262,6 +272,7 @@ def make_answer(
         tuple(_warnings(num_drafts, batch, requirements, break_even, predictions)),
         tuple(_assumptions(acceptance, all_cycles, batch, assumed)),
         costs,
+        tuple(chains),
     )
 
 

@@ -76,9 +76,11 @@ def add_parser(subparsers) -> None:
         "--costs",
         type=Path,
         metavar="FILE",
-        help="figures of a machine: adds the cost model's cycle, part by part",
+        help="figures of a machine (planning/measurements.py, or what bench allreduce --json and "
+        "decode --json give): adds the cycle by the cost model, part by part, and the best chain",
     )
-    add("--context", type=int, default=0, metavar="N", help="tokens in the cache for --costs (0)")
+    add("--box", help="the same for a described box (spec-kernels tune --help), all predicted")
+    add("--context", type=int, metavar="N", help="tokens in the cache, for --costs and --box (0)")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print JSON instead of text")
     shown.add_argument("--csv", action="store_true", help="print CSV instead of text")
@@ -114,14 +116,19 @@ def main(args: argparse.Namespace) -> int:
 # Options that make it a question of the user's own.
 _OWN = (
     "target_tok_s", "cycle_ms", "draft_steps", "batch", "plain_tok_s", "full_acc", "cond_acc",
-    "log", "decode_json", "engine_log", "calibrate", "draft_overhead", "costs",
+    "log", "decode_json", "engine_log", "calibrate", "draft_overhead", "costs", "box", "context",
 )  # fmt: skip
 
 
 def _answer(args: argparse.Namespace):
     """(the answer, whether it is the published case)."""
     from spec_kernels.planning import published_case, viability
-    from spec_kernels.planning.answer import DEFAULT_TARGETS, Cycle, make_answer
+    from spec_kernels.planning.answer import (
+        DEFAULT_NUM_DRAFTS,
+        DEFAULT_TARGETS,
+        Cycle,
+        make_answer,
+    )
 
     acceptance = _acceptance(args)
     if args.tail is not None and acceptance is None:
@@ -148,6 +155,18 @@ def _answer(args: argparse.Namespace):
                 "if verifying several tokens cost what decoding one does",
             )
         )
+    costs, chains = None, ()
+    measured = _measured(args)
+    if measured is not None:
+        from spec_kernels.planning.costs import chain_choices, chain_cycle
+
+        num_drafts = args.draft_steps
+        if num_drafts is None:
+            num_drafts = (acceptance and acceptance.num_drafts) or DEFAULT_NUM_DRAFTS
+        where = {"context": args.context or 0, "batch": batch}
+        costs = chain_cycle(measured, num_drafts, **where)
+        if acceptance is not None:
+            chains = chain_choices(measured, acceptance, tail=args.tail, **where)
     return make_answer(
         args.target_tok_s or DEFAULT_TARGETS,
         cycles,
@@ -156,8 +175,21 @@ def _answer(args: argparse.Namespace):
         plain_tok_s,
         acceptance,
         args.tail,
-        _costs(args, acceptance, batch),
+        costs,
+        chains,
     ), False
+
+
+def _measured(args: argparse.Namespace):
+    """The figures that --costs and --box name, or None."""
+    if args.costs is None and args.box is None:
+        if args.context is not None:
+            raise ValueError("--context: expected --costs or --box with it")
+        return None
+    from spec_kernels.planning import measurements, published
+
+    base = published.predicted_costs(args.box or published.DEFAULT_BOX)
+    return base if args.costs is None else measurements.load(args.costs, base)
 
 
 def _acceptance(args: argparse.Namespace):
@@ -182,10 +214,6 @@ def _acceptance(args: argparse.Namespace):
         return inputs.read_decode_report(args.decode_json, args.series)
     if args.engine_log is not None:
         return inputs.read_engine_log(args.engine_log, args.draft_steps)
-    return None
-
-
-def _costs(args: argparse.Namespace, acceptance, batch: int):
     return None
 
 
@@ -215,44 +243,53 @@ def _wrap(mark: str, text: str) -> list[str]:
 
 
 def _in_words(answer) -> list[str]:
-    """The answer first: each target, the drafter, what would help more."""
+    """The answer first: each target, break-even, the drafter, what would help more."""
     drafts = _plural(answer.num_drafts, "draft")
+
+    def needs(rows) -> str:
+        parts = []
+        for r in rows:
+            if not r.reachable:
+                takes = "out of reach"
+            elif r.accept_length <= 1:
+                takes = "no draft need be right"
+            else:
+                takes = f"conditional accuracy {r.bounded:.2f}"
+            parts.append(f"{r.accept_length:.2f} at {r.cycle_ms:.3g} ms ({takes})")
+        return ", ".join(parts)
+
     lines = []
     for target in answer.targets:
-        parts = []
-        for r in (r for r in answer.requirements if r.target_tok_s == target):
-            at = f"at {r.cycle_ms:.3g} ms accept length {r.accept_length:.2f}, "
-            if not r.reachable:
-                parts.append(at + f"out of reach of {drafts}")
-            elif r.accept_length <= 1:
-                parts.append(at + "no draft need be right")
-            else:
-                parts.append(at + f"conditional accuracy {r.bounded:.2f}")
-        lines += _wrap("", f"{target:g} tok/s with {drafts} takes: " + "; ".join(parts) + ".")
-    for p in answer.predictions:
-        text = (
-            f"This drafter, accept length {_estimate(p.accept_length, 2)}, gives "
-            f"{_speed(p.tok_s.value)} tok/s at {p.cycle.ms:.3g} ms"
-        )
-        if not p.tok_s.is_exact:
-            text += f" ({_speed(p.tok_s.low)} to {_speed(p.tok_s.high)})"
-        if p.speedup is not None:
-            text += f", {p.speedup.value:.2f}x plain decoding"
-        half = 2 * p.tok_s.value
-        better = "half the cycle" if half > p.most_tok_s else "a perfect drafter"
-        text += (
-            f". Every draft right would give {_speed(p.most_tok_s)}, half the cycle "
-            f"{_speed(half)}: {better} does more."
-        )
+        rows = [r for r in answer.requirements if r.target_tok_s == target]
+        lines += _wrap("", f"{target:g} tok/s with {drafts} takes accept length {needs(rows)}.")
+    if answer.break_even:
+        text = f"Plain decoding's {answer.plain_tok_s:.3g} tok/s: {needs(answer.break_even)}."
         lines += _wrap("", text)
-    for r in answer.break_even:
-        if r.reachable:
-            accuracy = f"conditional accuracy {r.bounded:.2f}" if r.accept_length > 1 else "none"
-            lines += _wrap(
-                "",
-                f"Break-even with plain decoding at {r.target_tok_s:.3g} tok/s and "
-                f"{r.cycle_ms:.3g} ms: accept length {r.accept_length:.2f}, {accuracy}.",
-            )
+    if answer.predictions:
+        length = answer.predictions[0].accept_length
+        parts, most = [], []
+        for p in answer.predictions:
+            text = f"{_speed(p.tok_s.value)} tok/s at {p.cycle.ms:.3g} ms"
+            notes = [] if p.tok_s.is_exact else [f"{_speed(p.tok_s.low)}-{_speed(p.tok_s.high)}"]
+            notes += [] if p.speedup is None else [f"{p.speedup.value:.2f}x plain"]
+            parts.append(text + (f" ({', '.join(notes)})" if notes else ""))
+            most.append(_speed(p.most_tok_s))
+        text = f"This drafter, accept length {_estimate(length, 2)}, gives {', '.join(parts)}."
+        lines += _wrap("", text)
+        lines += _wrap(
+            "",
+            f"With every draft right it would be {', '.join(most)} tok/s; with half the cycle, "
+            f"{', '.join(_speed(2 * p.tok_s.value) for p in answer.predictions)}.",
+        )
+    best = answer.best_chain
+    if best is not None:
+        speed = f"{_speed(answer.batch * best.tok_s)} tok/s"
+        text = f"At these costs a chain of {_plural(best.shape.depth, 'draft')} is fastest, {speed}"
+        if not best.shape.depth:
+            text = f"At these costs no drafts are fastest: plain decoding, {speed}"
+        elif best is answer.chains[-1]:
+            text += "; it is the longest that they cover"
+        lines += _wrap("", text + ".")
     return lines
 
 
@@ -289,6 +326,17 @@ def _predictions_table(answer) -> list[str]:
     return lines
 
 
+def _chains_table(answer) -> list[str]:
+    lines = ["", "  drafts   accept length   cycle, ms      tok/s"]
+    for c in answer.chains:
+        mark = "  best" if c is answer.best_chain else ""
+        lines.append(
+            f"  {c.shape.depth:6}   {c.shape.accept_length:13.2f}   {c.cycle_ms:9.2f}  "
+            f"{answer.batch * c.tok_s:9.1f}{mark}"
+        )
+    return lines
+
+
 def render(answer, is_published: bool = False) -> str:
     """The answer, the tables, the assumptions."""
     lines = _in_words(answer)
@@ -297,19 +345,25 @@ def render(answer, is_published: bool = False) -> str:
     if answer.predictions:
         full = " ".join(f"{x:.3f}" for x in answer.full_accuracy)
         lines += _predictions_table(answer) + [f"  full accuracy by draft: {full}"]
-    if answer.costs is not None:
-        lines += ["", *answer.costs.table()]
+    if answer.chains:
+        lines += _chains_table(answer)
     if is_published:
         lines += ["", *_published_table()]
+    elif answer.costs is not None:
+        lines += ["", "Where the cycle's time goes", *answer.costs.table()]
     lines += ["", "Assumptions"]
     lines += [line for text in answer.assumptions for line in _wrap("- ", text)]
     return "\n".join(lines)
 
 
 def _published_table() -> list[str]:
-    from spec_kernels.planning import published_case
+    from spec_kernels.planning import published, published_case
 
-    lines = [f"{'published figure':50} {'printed':>8} {'computed':>9}   with 2 drafts"]
+    # Its table only: where each part is from stands in docs/planning.md.
+    parts = published.explanation()
+    lines = ["Where the 30 ms went, and this package's cycle for 2 drafts by the same cost model"]
+    lines += [*parts[: parts.index("")], ""]
+    lines += [f"{'published figure':50} {'printed':>8} {'computed':>9}   with 2 drafts"]
     for f in published_case.figures():
         verdict = f.bounded if f.follows else f"DOES NOT FOLLOW: {f.how}"
         shown = textwrap.wrap(verdict, 44) or [""]
@@ -330,12 +384,22 @@ def _plain(value):
 
 
 def as_dict(answer, is_published: bool = False) -> dict:
-    """The answer for ``--json``: the fields of ``Answer``, ``reachable`` beside each need."""
+    """The answer for ``--json``: the fields of ``Answer``, ``chains`` by number of drafts."""
     fields = asdict(answer)
     for name in ("requirements", "break_even"):
         for values, r in zip(fields[name], getattr(answer, name), strict=True):
             values["reachable"] = r.reachable
     fields["costs"] = None if answer.costs is None else answer.costs.as_dict()
+    fields["chains"] = [
+        {
+            "num_drafts": c.shape.depth,
+            "accept_length": c.shape.accept_length,
+            "cycle_ms": c.cycle_ms,
+            "tok_s": answer.batch * c.tok_s,
+            "best": c is answer.best_chain,
+        }
+        for c in answer.chains
+    ]
     if is_published:
         from spec_kernels.planning import published_case
 
