@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec_kernels import cli
-from spec_kernels.planning import inputs, published_case, viability
+from spec_kernels.planning import inputs, published, published_case, viability
 from spec_kernels.planning.answer import Cycle, make_answer, requirement, with_drafts
 
 BUNDLED = Path(inputs.__file__).parent.parent / "assets/drafter/train_log.jsonl"
@@ -33,14 +33,16 @@ def run(capsys):
 def test_published_case_in_text(run):
     out = run()
     first = out.splitlines()[0]
-    assert first.startswith("100 tok/s with 2 drafts takes: at 30 ms accept length 3.00, cond")
-    assert len(out.splitlines()) <= 70, "read in one minute"
+    assert first.startswith("100 tok/s with 2 drafts takes accept length 3.00 at 30 ms (cond")
+    assert len(out.splitlines()) <= 85, "read in a minute or two"
     assert max(map(len, out.splitlines())) <= 120
     flat = " ".join(out.split())
     for line in (
         "warning: 120, 150, 200 tok/s at 30 ms: out of reach at any accuracy. 2 drafts give at "
         "most accept length 3, 100 tok/s; the unbounded formula 1/(1-p) would say p = 0.72, 0.78, "
         "0.83",
+        "150 tok/s with 2 drafts takes accept length 4.50 at 30 ms (out of reach), 2.25 at 15 ms "
+        "(conditional accuracy 0.72), ",
         "150 30.00 4.50 out of reach 0.78",
         "150 15.00 2.25 0.72 0.56",
         "200 15.00 3.00 1.00 0.67",
@@ -51,7 +53,22 @@ def test_published_case_in_text(run):
         assert line in flat, line
     for figure in published_case.figures():
         assert figure.what in out
-        assert ("DOES NOT FOLLOW" in out.split(figure.what)[1].split("\n")[0]) is not figure.follows
+        line = out.split(figure.what)[1].split("\n")[0]
+        assert ("DOES NOT FOLLOW" in line) is not figure.follows
+
+
+def test_published_case_has_the_cost_models_account(run):
+    """Both cycles of published.explanation, and the predicted one among the cycle times."""
+    out = run()
+    for line in published.explanation():
+        if not line:
+            break
+        assert line in out
+    predicted = published.predicted_cycle()
+    found = json.loads(run("--json"))
+    assert found["cycles"][2]["ms"] == predicted.total
+    assert (found["cycles"][2]["low"], found["cycles"][2]["high"]) == predicted.interval()
+    assert found["costs"] == published.modelled(published.point(published.CASE)).as_dict()
 
 
 def test_published_case_in_json(run):
@@ -93,10 +110,10 @@ def test_all_formats_say_the_same(run):
 def test_the_answer_comes_first(run):
     lines = run("--target-tok-s", 150, "--cycle-ms", 15, "--draft-steps", 2).splitlines()
     assert lines[0] == (
-        "150 tok/s with 2 drafts takes: at 15 ms accept length 2.25, conditional accuracy 0.72."
+        "150 tok/s with 2 drafts takes accept length 2.25 at 15 ms (conditional accuracy 0.72)."
     )
     lines = run("--target-tok-s", 60, "--cycle-ms", 15, "--draft-steps", 1).splitlines()
-    assert lines[0].endswith("accept length 0.90, no draft need be right.")
+    assert lines[0].endswith("accept length 0.90 at 15 ms (no draft need be right).")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +180,74 @@ def test_engine_log_that_knows_the_accept_length_alone(run, tmp_path):
     assert deeper["predictions"] == found["predictions"]
 
 
+# Costs.
+
+
+def test_a_described_box_gives_cycle_and_best_chain(run):
+    """Chains of the table against the functions that they are made of."""
+    rates = [0.742, 0.47, 0.29, 0.15, 0.097]
+    question = ["--full-acc", *rates, "--box", "dual-turin-direct", "--draft-steps", 3]
+    found = json.loads(run(*question, "--context", 16000, "--json"))
+    cost = found["costs"]
+    assert (
+        cost["total_ms"]
+        == found["cycles"][0]["ms"]
+        == pytest.approx(sum(part["ms"] for part in cost["parts"]))
+    )
+    chains = found["chains"]
+    assert [c["num_drafts"] for c in chains] == list(range(9))
+    assert [c["accept_length"] for c in chains[:6]] == pytest.approx(
+        [1, *(viability.accept_length(rates[:k]) for k in range(1, 6))]
+    )
+    assert all(
+        c["tok_s"] == pytest.approx(1e3 * c["accept_length"] / c["cycle_ms"]) for c in chains
+    )
+    best = max(chains, key=lambda c: c["tok_s"])
+    assert [c for c in chains if c["best"]] == [best]
+    assert chains[0]["cycle_ms"] < chains[1]["cycle_ms"] < chains[8]["cycle_ms"]
+    text = run(*question, "--context", 16000)
+    assert f"a chain of {best['num_drafts']} drafts is fastest" in text and "weights" in text
+    batch = json.loads(run(*question, "--batch", 32, "--json"))
+    assert batch["cycles"][0]["ms"] > found["cycles"][0]["ms"]
+    assert batch["chains"][2]["tok_s"] == pytest.approx(
+        32e3 * batch["chains"][2]["accept_length"] / batch["chains"][2]["cycle_ms"]
+    )
+
+
+def test_a_measured_curve_gives_cycle_and_best_chain(run, tmp_path):
+    """Plain 10 ms, 4 nodes 16 ms, a draft 1 ms: by hand, 10 + 2 + 1 for one draft, and so on."""
+    path = tmp_path / "costs.json"
+    figures = {"format": "spec-kernels costs", "about": "a box", "draft_step_ms": 1.0,
+               "cost_curve_ms": {"1": 10.0, "4": 16.0}}  # fmt: skip
+    path.write_text(json.dumps(figures))
+    found = json.loads(run("--cond-acc", 0.6, 0.6, "--costs", path, "--json"))
+    assert [c["cycle_ms"] for c in found["chains"]] == pytest.approx([10, 13, 16, 19])
+    assert [c["tok_s"] for c in found["chains"]] == pytest.approx(
+        [100, 1600 / 13, 1960 / 16, 2176 / 19]
+    )
+    assert [c["num_drafts"] for c in found["chains"] if c["best"]] == [1]
+    assert found["cycles"] == [{"ms": 16.0, "source": "2 drafts, batch 1, a box", "low": 16.0,
+                                "high": 16.0}]  # fmt: skip
+    assert [part["name"] for part in found["costs"]["parts"]] == ["target's pass", "drafter"]
+
+
+def test_drafts_that_do_not_pay(run, tmp_path):
+    path = tmp_path / "costs.json"
+    figures = {"format": "spec-kernels costs", "draft_step_ms": 9.0,
+               "cost_curve_ms": {"1": 10.0, "2": 20.0}}  # fmt: skip
+    path.write_text(json.dumps(figures))
+    out = run("--cond-acc", 0.5, "--costs", path)
+    assert "At these costs no drafts are fastest: plain decoding, 100 tok/s." in out
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        (["--box", "nowhere"], "on_box: name: expected one of"),
+        (["--context", "5"], "--context: expected --costs or --box with it"),
+        (["--box", "dual-turin-direct", "--context", "-5"], "context: expected an integer >= 0"),
+        (["--costs", "/no/such/file"], "/no/such/file"),
+        (["--costs", str(BUNDLED)], "expected JSON"),
         (["--cycle-ms", "0"], "cycle_ms: expected a finite number > 0, got 0.0"),
         (["--cycle-ms", "nan"], "cycle_ms: expected a finite number > 0, got nan"),
         (["--target-tok-s", "-5"], "targets: expected a finite number > 0, got -5.0"),
