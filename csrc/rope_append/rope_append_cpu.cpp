@@ -80,8 +80,8 @@ std::vector<RopeRow> find_rows(const char* op, const PlaceTensors& p, const char
   std::vector<RopeRow> rows;
   std::vector<std::pair<int64_t, int64_t>> taken;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t context = context_lens(b);
-    if (context < 0) continue;
+    const int64_t context = context_lens(b), begin = begins(b);
+    if (context < 0 || begin < 0) continue;
     taken.clear();
     for (int64_t n = 0; n < num_rows; ++n) {
       const int64_t depth = depths(b, n), slot = p.slots ? slots(b, n) : n;
@@ -89,8 +89,6 @@ std::vector<RopeRow> find_rows(const char* op, const PlaceTensors& p, const char
       const int64_t position = wrapping_add(context, depth);
       SK_CHECK(position >= 0 && position < num_positions, op, indexed("depths", b, n).c_str(),
                "a position below " + std::to_string(num_positions), position);
-      const int64_t begin = begins(b);
-      SK_CHECK(begin >= 0, op, indexed("cache_lens", b).c_str(), ">= 0", begin);
       const int64_t place = wrapping_add(begin, slot);
       const int64_t block = place / page_size;
       SK_CHECK(

@@ -365,7 +365,7 @@ def _decode(comm, job: Job, engine) -> dict:
     # Buffers of every step shape are made by their first use.
     warm = min(8, job.max_new_tokens)
     for speculative in (False, True):
-        engine.generate(job.prompts[0].ids, warm, speculative=speculative)
+        engine.generate(job.prompts[0].ids, warm, speculative=speculative).result()
     seconds_to_start = time.monotonic() - job.started
     if show:
         show.header(comm, job, seconds_to_start)
@@ -375,20 +375,20 @@ def _decode(comm, job: Job, engine) -> dict:
         for prompt in job.prompts:
             options = {"sampling": one.sampling, "stop_ids": job.stop_ids}
             plain = engine.generate(prompt.ids, job.max_new_tokens, speculative=False, **options)
+            plain = plain.result()
             if show:
                 show.prompt(prompt, one)
-            speculative = engine.generate(
-                prompt.ids,
-                job.max_new_tokens,
-                on_tokens=show.tokens if show else None,
-                **options,
-            )
+            stream = engine.generate(prompt.ids, job.max_new_tokens, **options)
+            for part in stream.parts():
+                if show:
+                    show.tokens(part.tokens, part.num_accepted or 0)
+            speculative = stream.result()
             if show:
                 show.end()
             row = {"prompt": prompt, "plain": plain, "speculative": speculative}
             expected = plain
             if job.draws(one):
-                expected = engine.generate(prompt.ids, job.max_new_tokens, **options)
+                expected = engine.generate(prompt.ids, job.max_new_tokens, **options).result()
             row["difference"] = _difference(engine, prompt.ids, expected.tokens, speculative.tokens)
             rows.append(row)
         figures.append(_figures(job, one, rows))

@@ -12,9 +12,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from spec_kernels.decode.kv_cache import KVCache
-from spec_kernels.decode.sampling import SamplingTensors, draw
-from spec_kernels.models.drafter import Drafter
+from spec_kernels.decode.state import BatchState
+from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
 from spec_kernels.ops.tree_build import (
     DraftTree,
@@ -24,38 +23,12 @@ from spec_kernels.ops.tree_build import (
     tree_from_paths,
 )
 
+_ops = torch.ops.spec_kernels
+
 KINDS = ("chain", "static", "dynamic")
 MAX_STEPS = 64
 # Words of a row of the drafter's attention: 32 * 32 slots.
 _MAX_DRAFT_ROWS = 1024
-_LEAST_WARMTH = 1e-30
-
-
-@dataclasses.dataclass
-class DraftStart:
-    """Where drafting begins: the drafter's output at the last committed row of each request.
-
-    Attributes:
-        root_tokens: ``[B]`` int64, the last emitted token, which has no K/V yet.
-        features: ``[B, H]``, the feature that the first drafted row takes.
-        logits: ``[B, Vd]``, over draft ids, of the first draft.
-    """
-
-    root_tokens: Tensor
-    features: Tensor
-    logits: Tensor
-
-    @classmethod
-    def allocate(cls, drafter: Drafter | None, batch: int, device) -> DraftStart:
-        hidden, vocab, dtype = 0, 0, torch.float32
-        if drafter is not None:
-            hidden, vocab = drafter.config.hidden_size, drafter.config.draft_vocab_size
-            dtype = drafter.dtype
-        return cls(
-            root_tokens=torch.zeros(batch, dtype=torch.int64, device=device),
-            features=torch.zeros(batch, hidden, dtype=dtype, device=device),
-            logits=torch.zeros(batch, vocab, dtype=dtype, device=device),
-        )
 
 
 def _own_bits(first_slot: int, count: int, words: int) -> Tensor:
@@ -70,11 +43,12 @@ def _own_bits(first_slot: int, count: int, words: int) -> Tensor:
 class _Rows:
     """Where all drafted rows of a cycle stand, level by level."""
 
-    def __init__(self, drafter: Drafter, cache: KVCache, level_sizes: list[int]):
-        self.drafter, self.cache, self.level_sizes = drafter, cache, level_sizes
-        device = cache.block_tables.device
+    def __init__(self, drafter: Drafter, state: BatchState, level_sizes: list[int]):
+        self.drafter, self.cache, self.level_sizes = drafter, state.cache, level_sizes
+        device, batch = drafter.device, len(state.limits)
         self.num_rows = sum(level_sizes)
-        self.slot_ids = torch.arange(self.num_rows, device=device)
+        slots = torch.arange(self.num_rows, device=device).expand(batch, -1)
+        self.slots = slots.split(level_sizes, 1) if level_sizes else ()
         depth = [d for d, size in enumerate(level_sizes) for _ in range(size)]
         self.depth_ids = torch.tensor(depth, dtype=torch.int64, device=device)
 
@@ -84,9 +58,8 @@ class _Rows:
             return []
         positions = self.cache.context_lens.unsqueeze(1) + self.depth_ids
         rotations = self.drafter.rotary.rotation(positions)
-        slots = self.cache.slots(self.slot_ids)
-        parts = (t.split(self.level_sizes, 1) for t in (positions, slots, rotations))
-        return list(zip(*parts, strict=True))
+        parts = (t.split(self.level_sizes, 1) for t in (positions, rotations))
+        return [(p, s, r) for (p, r), s in zip(zip(*parts, strict=True), self.slots, strict=True)]
 
 
 class StaticDraft:
@@ -95,7 +68,7 @@ class StaticDraft:
     Args:
         parents: parent of each node, -1 for node 0; level by level, as ``tree_from_paths`` gives.
         ranks: which of its parent's candidates, best first, a node takes.
-        sampling: given, the candidates of requests that sample are drawn from the drafter's
+        draws: whether the candidates of requests that sample are drawn from the drafter's
             distribution q at their temperature, one after the other without replacement, instead
             of being its likeliest; ``tree_verify`` is then to be told q. Siblings must be the
             first draws, in order: a choice among draws would be no draw from q.
@@ -103,114 +76,116 @@ class StaticDraft:
 
     def __init__(
         self,
-        drafter: Drafter,
-        cache: KVCache,
-        batch: int,
+        drafter: Drafter | AbsentDrafter,
+        state: BatchState,
         parents: list[int],
         ranks: list[int],
-        sampling: SamplingTensors | None = None,
+        draws: bool = False,
     ):
-        self.drafter, self.cache, self.sampling = drafter, cache, sampling
-        device = drafter.device
+        self.drafter, self.state = drafter, state
+        device, batch = drafter.device, len(state.limits)
         depths = [0] * len(parents)
         for node in range(1, len(parents)):
             depths[node] = depths[parents[node]] + 1
         if depths != sorted(depths):
             raise ValueError("drafting: parents: expected the nodes level by level")
+        if draws:
+            _check_first_draws(parents, ranks)
         self.num_nodes, self.max_depth = len(parents), max(depths)
         levels = [[n for n, d in enumerate(depths) if d == k] for k in range(self.max_depth + 1)]
         has_child = set(parents)
         live = [[n for n in level if n in has_child] for level in levels]
-        # live[0] is the root, whose row was run when the cycle before extended the drafter.
-        self.rows = _Rows(drafter, cache, [len(level) for level in live[1 : self.max_depth]])
-        self.num_draft_rows = self.rows.num_rows
-        words = max(1, num_words(self.num_draft_rows))
-        # One block, so that it is sent as one message: the drafts' tokens, then their q.
-        num_tokens, num_probs = batch * self.num_nodes, 0
-        if sampling is not None:
-            _check_first_draws(parents, ranks)
-            num_probs = num_tokens * drafter.config.vocab_size
-        block = torch.zeros(num_tokens + (num_probs + 1) // 2, dtype=torch.int64, device=device)
-        self._with_probs, self._tokens = block, block[:num_tokens]
-        shape = torch.tensor(parents, dtype=torch.int64, device=device)
-        out = DraftTree.allocate(batch, self.num_nodes, device)
-        out.tokens = self._tokens.view(batch, self.num_nodes)
-        self.tree = link_tree(torch.zeros_like(out.tokens), shape, out=out)
-        self.root = self.tree.tokens[:, 0]
-        probs = block[num_tokens:].view(torch.float32)[:num_probs]
-        self._probs = probs.view(batch, self.num_nodes, -1) if num_probs else None
-        self._depths = torch.arange(1, self.max_depth + 1, device=device)
+        self._make_tree(batch, parents, device, draws)
         self.levels = []
+        if not drafter.is_here:
+            return
+        # live[0] is the root, whose row was run when the cycle before extended the drafter.
+        self.rows = _Rows(drafter, state, [len(level) for level in live[1 : self.max_depth]])
+        words = max(1, num_words(self.rows.num_rows))
         seen = {0: torch.zeros(words, dtype=torch.int32)}
         slot = 0
         for depth in range(1, self.max_depth + 1):
-            above = {node: row for row, node in enumerate(live[depth - 1])}
-            nodes = levels[depth]
-            width = 1 + max(ranks[n] for n in nodes)
-            picks = [above[parents[n]] * width + ranks[n] for n in nodes]
+            above, nodes = live[depth - 1], levels[depth]
             below = live[depth] if depth < self.max_depth else []
             bits = _own_bits(slot, len(below), words)[0]
             for row, node in enumerate(below):
                 seen[node] = seen[parents[node]] | bits[row]
             slot += len(below)
-            visible = [seen[n] for n in below]
-            self.levels.append(
-                _Level(
-                    width=width,
-                    picks=_unless_identity(picks, len(above) * width, device),
-                    live=_unless_identity([nodes.index(n) for n in below], len(nodes), device),
-                    parent_rows=_unless_identity(
-                        [b * len(above) + above[parents[n]] for b in range(batch) for n in below],
-                        batch * len(above),
-                        device,
-                    ),
-                    ancestors=(
-                        torch.stack(visible).to(device).expand(batch, -1, -1).contiguous()
-                        if visible
-                        else None
-                    ),
-                    nodes=self.tree.tokens[:, nodes[0] : nodes[-1] + 1],
-                    probs=[] if self._probs is None else [self._probs[:, n] for n in above],
-                )
-            )
+            visible = torch.stack([seen[n] for n in below]) if below else None
+            self.levels.append(self._level(depth, above, nodes, below, parents, ranks, visible))
 
-    @property
-    def draft_probs(self) -> Tensor | None:
-        """``[B, N, V]`` float32: row i is the q from which the children of node i were drawn.
+    def _make_tree(self, batch: int, parents: list[int], device, draws: bool) -> None:
+        """One block, so that it is sent as one message: tokens, confidences, then q."""
+        size, vocab = batch * self.num_nodes, self.state.vocab_size
+        num_floats = size + (size * vocab if draws else 0)
+        block = torch.zeros(size + (num_floats + 1) // 2, dtype=torch.int64, device=device)
+        self.message = block
+        shape = (batch, self.num_nodes)
+        tree = DraftTree.allocate(batch, self.num_nodes, device)
+        tree.tokens = block[:size].view(shape)
+        parents = torch.tensor(parents, dtype=torch.int64, device=device)
+        self.tree = link_tree(torch.zeros_like(tree.tokens), parents, out=tree)
+        self.root = self.tree.tokens[:, 0]
+        floats = block[size:].view(torch.float32)[:num_floats]
+        self.confidence = floats[:size].view(shape)
+        self.confidence[:, 0] = 1.0
+        self.draft_probs = floats[size:].view(*shape, vocab) if draws else None
 
-        None where no request samples its drafts. Rows of nodes without children stay 0.
-        """
-        sampled = self.sampling is not None and self.sampling.any_sampled
-        return self._probs if sampled else None
+    def _level(self, depth, above, nodes, below, parents, ranks, visible) -> _Level:
+        device, batch = self.drafter.device, len(self.state.limits)
+        row_of = {node: row for row, node in enumerate(above)}
+        width = 1 + max(ranks[n] for n in nodes)
+        picks = [row_of[parents[n]] * width + ranks[n] for n in nodes]
+        shape, span = (len(above), width), slice(nodes[0], nodes[-1] + 1)
+        node_tokens, node_confidence = self.tree.tokens[:, span], self.confidence[:, span]
+        if picks == list(range(len(above) * width)):
+            # The candidates are the nodes: they are written where they stand.
+            picks = None
+            tokens, confidence = (t.unflatten(1, shape) for t in (node_tokens, node_confidence))
+        else:
+            picks = torch.tensor(picks, device=device)
+            tokens = torch.zeros(batch, *shape, dtype=torch.int64, device=device)
+            confidence = torch.zeros(batch, *shape, device=device)
+        probs, probs_rows = None, None
+        if self.draft_probs is not None:
+            probs, probs_rows = _rows_of(self.draft_probs, above)
+        return _Level(
+            depth=depth,
+            num_live=len(above),
+            tokens=tokens,
+            confidence=confidence,
+            probs=probs,
+            probs_rows=probs_rows,
+            picks=picks,
+            node_tokens=node_tokens,
+            node_confidence=node_confidence,
+            live=_unless_identity([nodes.index(n) for n in below], len(nodes), device),
+            parent_rows=_unless_identity(
+                [b * len(above) + row_of[parents[n]] for b in range(batch) for n in below],
+                batch * len(above),
+                device,
+            ),
+            ancestors=(
+                None if visible is None else visible.to(device).expand(batch, -1, -1).contiguous()
+            ),
+        )
 
-    @property
-    def message(self) -> Tensor:
-        """What ranks without a drafter must be sent between ``draft`` and ``build``."""
-        return self._tokens if self.draft_probs is None else self._with_probs
-
-    def draft(self, start: DraftStart) -> None:
-        """Runs the drafter down the levels and writes the drafts' tokens; uses up ``start``."""
-        drafter, cache = self.drafter, self.cache
+    def draft(self) -> None:
+        """Runs the drafter down the levels and writes the drafts' tokens; uses up the start."""
+        drafter, cache, start = self.drafter, self.state.cache, self.state.start
         batch = start.root_tokens.shape[0]
         logits, feature = start.logits, start.features
         rows = self.rows.split()
-        coins = None if self.draft_probs is None else self._coins()
-        for depth, level in enumerate(self.levels):
-            if coins is None:
-                chosen = self._best(level, logits)
-            else:
-                chosen = self._drawn(level, logits, coins[:, depth])
-            tokens = drafter.target_ids.take(chosen).view(batch, -1)
-            if level.picks is not None:
-                tokens = tokens.index_select(1, level.picks)
-            level.nodes.copy_(tokens)
+        for level in self.levels:
+            self._choose(level, logits.view(batch, level.num_live, -1))
             if level.ancestors is None:
                 return
+            tokens = level.node_tokens
             if level.live is not None:
                 tokens = tokens.index_select(1, level.live)
             if level.parent_rows is not None:
                 feature = feature.index_select(0, level.parent_rows)
-            positions, slots, rotation = rows[depth]
+            positions, slots, rotation = rows[level.depth - 1]
             step = Step(
                 tokens,
                 positions,
@@ -223,42 +198,33 @@ class StaticDraft:
             feature, normed = drafter.forward(step, feature, cache.draft)
             logits = drafter.logits(normed)
 
-    def _coins(self) -> Tensor:
-        """``[B, D, draws]``: the coins of the positions after the root."""
-        table = self.sampling.coins
-        positions = self.cache.context_lens.unsqueeze(1) + self._depths
-        return table.gather(1, positions.unsqueeze(2).expand(-1, -1, table.shape[2]))
+    def _choose(self, level: _Level, logits: Tensor) -> None:
+        sampling = self.state.sampling
+        _ops.draft_sample.default(
+            logits,
+            self.drafter.target_ids,
+            self.state.cache.context_lens,
+            level.depth,
+            sampling.temperature,
+            sampling.seeds,
+            level.tokens,
+            level.confidence,
+            level.probs,
+        )
+        if level.probs_rows is not None:
+            self.draft_probs.index_copy_(1, level.probs_rows, level.probs)
+        if level.picks is not None:
+            level.node_tokens.copy_(level.tokens.flatten(1).index_select(1, level.picks))
+            chosen = level.confidence.flatten(1).index_select(1, level.picks)
+            level.node_confidence.copy_(chosen)
 
-    def _best(self, level: _Level, logits: Tensor) -> Tensor:
-        """Draft ids ``[rows, width]``, the likeliest."""
-        if level.width == 1:
-            return logits.argmax(-1, keepdim=True)
-        return logits.topk(level.width, -1).indices
+    def build(self, confidence: Tensor) -> DraftTree:
+        """The tree to verify, whose links never change.
 
-    def _drawn(self, level: _Level, logits: Tensor, coins: Tensor) -> Tensor:
-        """Draft ids ``[rows, width]``, drawn where a request samples; notes their q.
-
-        Nodes of one level share their position's coins ``[B, draws]``: at most one of them is on
-        the path, and which one was settled at earlier positions.
+        ``confidence [B, N]`` receives how sure the drafter was of each node given its parent.
         """
-        num_parents, warmth = len(level.probs), self.sampling.temperature.unsqueeze(1)
-        coins = coins[:, : level.width]
-        if num_parents > 1:
-            warmth = warmth.repeat_interleave(num_parents, 0)
-            coins = coins.repeat_interleave(num_parents, 0)
-        # Bounded below, so that finite logits stay finite.
-        q = (logits.float() / warmth.clamp(min=_LEAST_WARMTH)).softmax(-1)
-        by_parent = q.view(-1, num_parents, q.shape[1]).unbind(1)
-        for row, own in zip(level.probs, by_parent, strict=True):
-            row.index_copy_(1, self.drafter.target_ids, own)
-        drawn = draw(q, coins)
-        if self.sampling.any_greedy:
-            drawn = torch.where(warmth > 0, drawn, self._best(level, logits))
-        return drawn
-
-    def build(self, start: DraftStart) -> DraftTree:
-        """The tree to verify; its links never change."""
-        self.root.copy_(start.root_tokens)
+        self.root.copy_(self.state.start.root_tokens)
+        confidence.copy_(self.confidence)
         return self.tree
 
 
@@ -266,19 +232,35 @@ class StaticDraft:
 class _Level:
     """One level of a static tree; index tensors are None where they would change nothing.
 
-    ``picks`` chooses the level's nodes among width candidates of each live row above; ``live``
-    those that have children among the nodes; ``parent_rows`` the live nodes' parents among the
-    batch's rows above; ``nodes`` is the level's part of the tree's tokens; ``probs`` are the rows
-    ``[B, V]`` of q that belong to the live nodes above.
+    Of ``tokens`` and ``confidence [B, live rows above, candidates]``, and ``probs [B, live rows
+    above, V]``, ``picks`` chooses the level's nodes, whose part of the tree is ``node_tokens`` and
+    ``node_confidence [B, nodes]``; ``probs_rows`` are the rows of all q to which ``probs`` is
+    copied, where it is no view of them; ``live`` chooses those that have children among the nodes;
+    ``parent_rows`` are the live nodes' parents among the batch's rows above.
     """
 
-    width: int
+    depth: int
+    num_live: int
+    tokens: Tensor
+    confidence: Tensor
+    probs: Tensor | None
+    probs_rows: Tensor | None
     picks: Tensor | None
+    node_tokens: Tensor
+    node_confidence: Tensor
     live: Tensor | None
     parent_rows: Tensor | None
     ancestors: Tensor | None
-    nodes: Tensor
-    probs: list[Tensor]
+
+
+def _rows_of(probs: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Rows ``nodes`` of ``probs [B, N, V]`` as a view or, where they are unevenly spaced, as a
+    tensor of its own and where its rows are to be copied."""
+    gaps = {b - a for a, b in zip(nodes, nodes[1:], strict=False)} or {1}
+    if len(gaps) == 1:
+        return probs[:, nodes[0] : nodes[-1] + 1 : gaps.pop()], None
+    own = torch.zeros_like(probs[:, : len(nodes)])
+    return own, torch.tensor(nodes, device=probs.device)
 
 
 def _check_first_draws(parents: list[int], ranks: list[int]) -> None:
@@ -305,36 +287,43 @@ class DynamicDraft:
     stay live, ties to the lower index; ``tree_build`` then keeps the best of the whole pool.
     """
 
+    # The rerank chooses drafts by their scores, so they are no draws from q.
+    draft_probs = None
+
     def __init__(
-        self, drafter: Drafter, cache: KVCache, batch: int, steps: int, topk: int, num_nodes: int
+        self,
+        drafter: Drafter | AbsentDrafter,
+        state: BatchState,
+        steps: int,
+        topk: int,
+        num_nodes: int,
     ):
-        self.drafter, self.cache, self.topk = drafter, cache, topk
-        # The rerank chooses drafts by their scores, so they are no draws from q.
-        self.draft_probs = None
+        self.drafter, self.state, self.topk = drafter, state, topk
         self.num_nodes, self.max_depth = num_nodes, min(steps, num_nodes - 1)
-        device = drafter.device
+        device, batch = drafter.device, len(state.limits)
         self.num_live_levels = steps - 1
-        self.rows = _Rows(drafter, cache, [topk] * self.num_live_levels)
-        self.num_draft_rows = self.rows.num_rows
-        words = max(1, num_words(self.num_draft_rows))
-        self.own_bits = [
-            _own_bits(level * topk, topk, words).to(device) for level in range(self.num_live_levels)
-        ]
         # One block, so that it is sent as one message.
         pool = pool_size(steps, topk)
         self.message = torch.zeros(3, batch, pool, dtype=torch.int64, device=device)
         self.candidates, self.parent_slots = self.message[0], self.message[1].fill_(-1)
         scores = self.message[2].view(torch.float32)
         self.scores = scores.view(-1)[: batch * pool].view(batch, pool)
+        self.tree = DraftTree.allocate(batch, num_nodes, device)
+        if not drafter.is_here:
+            return
+        self.rows = _Rows(drafter, state, [topk] * self.num_live_levels)
+        words = max(1, num_words(self.rows.num_rows))
+        self.own_bits = [
+            _own_bits(level * topk, topk, words).to(device) for level in range(self.num_live_levels)
+        ]
         self.first_live = torch.arange(topk, device=device).expand(batch, -1)
         self.row_base = torch.arange(batch, device=device).unsqueeze(1) * topk
-        self.tree = DraftTree.allocate(batch, num_nodes, device)
 
-    def draft(self, start: DraftStart) -> None:
+    def draft(self) -> None:
         """Fills the pool, level by level."""
-        drafter, cache, k = self.drafter, self.cache, self.topk
+        drafter, cache, start, k = self.drafter, self.state.cache, self.state.start, self.topk
         batch = start.root_tokens.shape[0]
-        scores, tokens = self._best(start.logits)
+        scores, tokens = self._best(start.logits, 1)
         self._put(0, scores, tokens, None)
         feature = start.features.repeat_interleave(k, 0)
         live, ancestors = (
@@ -354,9 +343,8 @@ class DynamicDraft:
                 rotation,
             )
             feature, normed = drafter.forward(step, feature, cache.draft)
-            gains, children = self._best(drafter.logits(normed))
+            gains, children = self._best(drafter.logits(normed), k)
             total = (gains.view(batch, k, k) + scores.unsqueeze(2)).view(batch, k * k)
-            children = children.view(batch, k * k)
             base = k + level * k * k
             self._put(base, total, children, live.repeat_interleave(k, 1))
             if level + 1 == self.num_live_levels:
@@ -369,10 +357,24 @@ class DynamicDraft:
             above = ancestors.gather(1, parent.unsqueeze(2).expand(-1, -1, ancestors.shape[2]))
             ancestors = above | self.own_bits[level + 1]
 
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and target ids of the k best successors, ``[rows, k]`` each."""
-        best = logits.float().log_softmax(-1).topk(self.topk, -1)
-        return best.values, self.drafter.target_ids.take(best.indices)
+    def _best(self, logits: Tensor, num_live: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids ``[B, num_live * k]`` of the k best successors of each
+        live row, whose ``logits [B * num_live, Vd]`` are given."""
+        shape = (len(self.state.limits), num_live, self.topk)
+        tokens = logits.new_empty(shape, dtype=torch.int64)
+        confidence = logits.new_empty(shape, dtype=torch.float32)
+        _ops.draft_sample.default(
+            logits.view(*shape[:2], -1),
+            self.drafter.target_ids,
+            self.state.cache.context_lens,
+            1,
+            None,
+            None,
+            tokens,
+            confidence,
+            None,
+        )
+        return confidence.flatten(1).log(), tokens.flatten(1)
 
     def _put(self, base: int, scores: Tensor, tokens: Tensor, parents: Tensor | None) -> None:
         columns = slice(base, base + scores.shape[1])
@@ -381,11 +383,16 @@ class DynamicDraft:
         if parents is not None:
             self.parent_slots[:, columns] = parents
 
-    def build(self, start: DraftStart) -> DraftTree:
-        """The best N - 1 candidates of the pool, linked under the root."""
-        return tree_build(
-            self.scores, self.candidates, self.parent_slots, start.root_tokens, out=self.tree
-        )
+    def build(self, confidence: Tensor) -> DraftTree:
+        """The best N - 1 candidates of the pool, linked under the root.
+
+        ``confidence [B, N]`` receives how sure the drafter was of each node and its ancestors.
+        """
+        root, tree = self.state.start.root_tokens, self.tree
+        tree_build(self.scores, self.candidates, self.parent_slots, root, out=tree)
+        pooled = self.scores.gather(1, tree.pool_index.clamp(min=0).long())
+        torch.exp(pooled, out=confidence)
+        return tree
 
 
 def pool_size(steps: int, topk: int) -> int:
@@ -476,23 +483,33 @@ class DraftPlan:
         return sum(self.topk**depth for depth in range(1, self.steps + 1))
 
     def make(
-        self, drafter: Drafter, cache: KVCache, batch: int, sampling: SamplingTensors
+        self,
+        drafter: Drafter | AbsentDrafter,
+        state: BatchState,
+        draws: bool = False,
+        num_nodes: int | None = None,
     ) -> StaticDraft | DynamicDraft:
-        """ValueError if the draft vocabulary is smaller than ``topk``."""
+        """The drafts of ``state``'s requests.
+
+        Args:
+            draws: whether a plan that samples does so.
+            num_nodes: fewer than the plan's, its first ones; 1 = the root alone, without drafts.
+
+        ValueError if the draft vocabulary is smaller than ``topk``.
+        """
         if self.topk > drafter.config.draft_vocab_size:
             raise ValueError(
                 f"drafting: topk: expected at most the draft vocabulary of "
                 f"{drafter.config.draft_vocab_size}, got {self.topk}"
             )
-        if self.kind == "dynamic":
-            return DynamicDraft(drafter, cache, batch, self.steps, self.topk, self.num_nodes)
-        if self.kind == "chain":
-            parents, ranks = list(range(-1, self.steps)), [0] * (self.steps + 1)
+        num_nodes = num_nodes or self.num_nodes
+        if self.kind == "dynamic" and num_nodes > 1:
+            return DynamicDraft(drafter, state, self.steps, self.topk, num_nodes)
+        if self.kind != "static" or num_nodes == 1:
+            parents, ranks = list(range(-1, num_nodes - 1)), [0] * num_nodes
         else:
-            parents, ranks = tree_from_paths(static_paths(self.steps, self.topk, self.num_nodes))
-        return StaticDraft(
-            drafter, cache, batch, parents, ranks, sampling if self.sampled else None
-        )
+            parents, ranks = tree_from_paths(static_paths(self.steps, self.topk, num_nodes))
+        return StaticDraft(drafter, state, parents, ranks, draws and self.sampled and num_nodes > 1)
 
     @property
     def num_draft_rows(self) -> int:

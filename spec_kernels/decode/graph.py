@@ -104,7 +104,7 @@ class GraphRunner:
         buffers: as ``watch``, but values may change: K/V caches, tables.
         num_warmups: runs before the recording, at least 1: kernels are compiled there, and what
             the model allocates once for a shape is allocated there.
-        record: how a run is recorded, instead of by ``device``.
+        record: how a run is recorded, instead of by ``device`` alone (``shared_recorder``).
 
     Raises:
         ValueError: buckets, tokens_per_request or num_warmups are out of range.
@@ -165,7 +165,7 @@ class GraphRunner:
         """
         self.invalidate()
         self._agree()
-        record = self._record or _recorder(self.device)
+        record = self._record or shared_recorder(self.device)
         captured, bucket = {}, None
         try:
             for bucket in reversed(self.buckets):
@@ -338,7 +338,10 @@ def _eagerly(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
     return run, run()
 
 
-def _recorder(device: torch.device) -> Recorder:
+def shared_recorder(device: torch.device | str) -> Recorder:
+    """How runners record on ``device``; those that are given one recorder share one memory pool,
+    and replay on one stream, one after the other."""
+    device = torch.device(device)
     return _CudaGraphs(device).record if device.type == "cuda" else _eagerly
 
 

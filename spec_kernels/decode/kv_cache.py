@@ -1,14 +1,19 @@
 """Paged K/V storage that target and drafter share: one allocator, one block table, one length.
 
-Rows of a request that has nothing reserved are absent: ``slots`` is -1 for them. What is written
+A request that decodes has a length of at least 0. A row of length -1 is inert: every op takes it
+for a padded request, of which nothing is read and for which nothing is written. What is written
 past ``context_lens`` is invisible until the length grows over it, so rows of rejected nodes need no
 cleaning. Page 0 is never handed out: a table without reservations leads there, and nowhere else.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+INERT = -1
 
 
 class OutOfPages(RuntimeError):
@@ -21,6 +26,7 @@ class PagePool:
     def __init__(self, num_pages: int):
         if num_pages < 2:
             raise ValueError(f"page pool: num_pages: expected at least 2, got {num_pages}")
+        self.num_pages = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -36,7 +42,30 @@ class PagePool:
         self._free.extend(reversed(pages))
 
 
-class KVCache:
+@dataclasses.dataclass
+class CacheView:
+    """The caches, and the tables and lengths of some requests.
+
+    Attributes:
+        target: ``[L, P, page, R + Dr]``; ``layers`` are its L views.
+        draft: ``[P, page, 2, Hkv, D]`` or None.
+        block_tables: ``[B, M]`` int32; 0 where nothing is reserved.
+        context_lens: ``[B]`` int64, committed tokens, the same for target and drafter; -1 = inert.
+    """
+
+    target: Tensor
+    layers: list[Tensor]
+    draft: Tensor | None
+    block_tables: Tensor
+    context_lens: Tensor
+
+    def view(self, rows: slice) -> CacheView:
+        """The same caches for some of the requests; tables and lengths are views."""
+        tables, lens = self.block_tables[rows], self.context_lens[rows]
+        return CacheView(self.target, self.layers, self.draft, tables, lens)
+
+
+class KVCache(CacheView):
     """The caches of target and drafter for ``batch`` requests, and the tables that lead into them.
 
     Args:
@@ -46,12 +75,6 @@ class KVCache:
         max_tokens: most tokens one request may hold, drafts in flight included.
         page_size: tokens a page.
         num_pages: pages in the pool; default: enough for every request at ``max_tokens``.
-
-    Attributes:
-        target: ``[L, P, page, R + Dr]``; ``layers`` are its L views.
-        draft: ``[P, page, 2, Hkv, D]`` or None.
-        block_tables: ``[B, M]`` int32; 0 where nothing is reserved.
-        context_lens: ``[B]`` int64, committed tokens; the same for target and drafter.
     """
 
     def __init__(
@@ -72,49 +95,59 @@ class KVCache:
         num_pages = 1 + batch * pages_each if num_pages is None else num_pages
         self.page_size, self.capacity = page_size, pages_each * page_size
         self.pool = PagePool(num_pages)
-        self.target = target.new_cache(num_pages, page_size)
-        self.layers = list(self.target)
+        storage = target.new_cache(num_pages, page_size)
         has_drafter = drafter is not None and drafter.is_here
-        self.draft = drafter.new_cache(num_pages, page_size) if has_drafter else None
-        device = self.target.device
-        self.block_tables = torch.zeros(batch, pages_each, dtype=torch.int32, device=device)
-        self.context_lens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._is_reserved = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+        device = storage.device
+        super().__init__(
+            target=storage,
+            layers=list(storage),
+            draft=drafter.new_cache(num_pages, page_size) if has_drafter else None,
+            block_tables=torch.zeros(batch, pages_each, dtype=torch.int32, device=device),
+            context_lens=torch.full((batch,), INERT, dtype=torch.int64, device=device),
+        )
         self._pages: list[list[int]] = [[] for _ in range(batch)]
 
-    def reserve(self, request: int, num_tokens: int) -> None:
-        """Makes room for ``num_tokens`` tokens of ``request`` in all.
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens of one request take.
+
+        ValueError for more than one request may hold.
+        """
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"kv cache: {num_tokens} tokens asked for one request, at most {self.capacity}"
+            )
+        return -(-num_tokens // self.page_size)
+
+    def reserve(self, row: int, num_tokens: int) -> None:
+        """Makes room for ``num_tokens`` tokens in all of the request in ``row``.
 
         Raises:
             ValueError: more than one request may hold.
             OutOfPages: the pool has too few pages left; nothing has changed.
         """
-        if num_tokens > self.capacity:
-            raise ValueError(
-                f"kv cache: {num_tokens} tokens asked for request {request}, at most "
-                f"{self.capacity}"
-            )
-        pages = self._pages[request]
-        missing = -(-num_tokens // self.page_size) - len(pages)
+        pages = self._pages[row]
+        missing = self.num_pages(num_tokens) - len(pages)
         if missing <= 0:
             return
         first = len(pages)
         pages += self.pool.take(missing)
-        taken = torch.tensor(pages[first:], dtype=torch.int64)
-        self.block_tables[request, first : len(pages)] = taken.to(self.block_tables)
-        self._is_reserved[request] = True
+        taken = torch.tensor(pages[first:], dtype=torch.int32)
+        self.block_tables[row, first : len(pages)].copy_(pinned(taken, self.target.device), True)
 
-    def release(self, request: int) -> None:
-        """Gives the pages of ``request`` back, whatever state its decoding was in."""
-        self.pool.give_back(self._pages[request])
-        self._pages[request] = []
-        self.block_tables[request] = 0
-        self._is_reserved[request] = False
-        self.context_lens[request] = 0
+    def release(self, row: int) -> None:
+        """Gives the pages of ``row`` back, whatever state its decoding was in; it is inert then."""
+        self.pool.give_back(self._pages[row])
+        self._pages[row] = []
+        self.block_tables[row].zero_()
+        self.context_lens[row].fill_(INERT)
 
-    def slots(self, ids: Tensor) -> Tensor:
-        """``Step.slots [B, N]`` of rows ``ids [N]`` past the committed length, reserved before."""
-        return torch.where(self._is_reserved, ids, -1)
+    def move(self, source: int, row: int) -> None:
+        """Puts the request of ``source`` into ``row``, which is free; ``source`` is free then."""
+        self._pages[row], self._pages[source] = self._pages[source], []
+        for tensor in (self.block_tables, self.context_lens):
+            tensor[row].copy_(tensor[source])
+        self.block_tables[source].zero_()
+        self.context_lens[source].fill_(INERT)
 
     def rows(self, positions: Tensor, request: int | None = None) -> Tensor:
         """Where to look for what stands in the caches: flat rows ``[B, N]`` of logical positions
@@ -125,3 +158,8 @@ class KVCache:
         tables = self.block_tables if request is None else self.block_tables[request : request + 1]
         page = tables.gather(1, positions // self.page_size).long()
         return torch.where(page > 0, page * self.page_size + positions % self.page_size, 0)
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` where it can be copied to ``device`` without a wait."""
+    return x.pin_memory() if device.type == "cuda" else x

@@ -1,13 +1,12 @@
-"""Sampling parameters of requests, as the tensors that ``tree_verify`` reads, and drafts' coins."""
+"""Sampling parameters of requests, as the tensors that ``tree_verify`` reads."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from spec_kernels.ops.tree_verify import Purpose, philox4x32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +19,8 @@ class SamplingParams:
         top_p: in (0, 1]; 1 = off.
         min_p: in [0, 1]; 0 = off.
         seed: of the request's coins; with the position of a token it fixes the token.
+        logit_bias: what is added to the logits of some ids (``SamplingOptions.logit_bias``).
+        allowed: the only ids that may be chosen; None = all (``SamplingOptions.allowed``).
     """
 
     temperature: float = 0.0
@@ -27,6 +28,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed: Sequence[int] | None = None
 
     def __post_init__(self):
         def check(name: str, ok: bool, expected: str) -> None:
@@ -42,87 +45,131 @@ class SamplingParams:
         check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
         check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
         check("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        check("allowed", self.allowed is None or len(self.allowed) > 0, "at least one id, or None")
 
 
-def draft_coins(seed: int, positions: range, num_draws: int) -> Tensor:
-    """``[positions, draws]`` float64 in [0, 1): one coin for each draw of a token's drafts."""
-    low = 0xFFFFFFFF
-    position = torch.arange(positions.start, positions.stop).unsqueeze(1)
-    ordinal = torch.arange(num_draws).expand(len(positions), -1)
-    counter = (position & low, position >> 32, torch.tensor(int(Purpose.DRAFT)), ordinal)
-    return philox4x32(counter, (seed & low, seed >> 32 & low))[0].double() / 2.0**32
-
-
-def draw(probs: Tensor, coins: Tensor) -> Tensor:
-    """Draws from each row one after the other without replacement.
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """What requests may ask for beyond their parameters: settled when buffers are allocated.
 
     Args:
-        probs: ``[rows, V]`` float32 in [0, 1]. Weights are multiples of 2^-40, as in
-            ``tree_verify``, so that every rank draws the same in whatever order it adds.
-        coins: ``[rows, draws]`` float64 of 32 bits, see ``draft_coins``: a token's probability is
-            right to 2^-32.
-
-    Returns:
-        ``[rows, draws]`` int64. When nothing is left to draw, or a row holds NaN, any id.
+        logit_bias: requests may bring biases: ``[max_requests, V]`` float32 are kept for them.
+        allowed: requests may bring the ids that they allow: a bit for each id and request.
+        typical: (epsilon, delta) of typical acceptance for all requests, see ``tree_verify``: it is
+            lossy, the text is no longer distributed as the target's. Not with drawn drafts.
     """
-    weights = (probs * 2.0**40).to(torch.int64)
-    drawn = []
-    for coin in coins.split(1, 1):
-        if drawn:
-            weights = weights.scatter(1, drawn[-1], 0)
-        cumulative = weights.cumsum(1)
-        below = (cumulative[:, -1:] * coin).to(torch.int64)
-        found = torch.searchsorted(cumulative, below, right=True)
-        drawn.append(found.clamp_(max=probs.shape[1] - 1))
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn, 1)
+
+    logit_bias: bool = False
+    allowed: bool = False
+    typical: tuple[float, float] | None = None
 
 
+@dataclasses.dataclass
 class SamplingTensors:
-    """Static tensors ``[B]``; a greedy request is one of temperature 0.
+    """One row a request; a greedy one is of temperature 0.
 
-    Args:
-        num_positions, num_draws: room for the coins of drafts, laid down when a request is set.
+    Attributes:
+        temperature, top_p, min_p: ``[B]`` float32; top_k, seeds: ``[B]`` int64.
+        logit_bias: ``[B, V]`` float32, or None where requests may bring none.
+        allowed: ``[B, 1, ceil(V / 32)]`` int32 words, or None.
+        typical: as in ``SamplingOptions``.
     """
 
-    def __init__(self, batch: int, device, num_positions: int = 0, num_draws: int = 0):
-        self.temperature = torch.zeros(batch, device=device)
-        self.top_k = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(batch, device=device)
-        self.min_p = torch.zeros(batch, device=device)
-        self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
-        size = (batch, num_positions, num_draws)
-        self.coins = torch.zeros(size, dtype=torch.float64, device=device)
-        self._samples = [False] * batch
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    logit_bias: Tensor | None = None
+    allowed: Tensor | None = None
+    typical: tuple[float, float] | None = None
 
-    @property
-    def any_sampled(self) -> bool:
-        """Whether a request has a temperature, as the host knows it."""
-        return any(self._samples)
+    @classmethod
+    def allocate(
+        cls, batch: int, vocab_size: int, device, options: SamplingOptions | None = None
+    ) -> SamplingTensors:
+        options = options or SamplingOptions()
+        words = -(-vocab_size // 32)
+        every = (batch, 1, words)
+        return cls(
+            temperature=torch.zeros(batch, device=device),
+            top_k=torch.zeros(batch, dtype=torch.int64, device=device),
+            top_p=torch.ones(batch, device=device),
+            min_p=torch.zeros(batch, device=device),
+            seeds=torch.zeros(batch, dtype=torch.int64, device=device),
+            logit_bias=torch.zeros(batch, vocab_size, device=device)
+            if options.logit_bias
+            else None,
+            allowed=torch.full(every, -1, dtype=torch.int32, device=device)
+            if options.allowed
+            else None,
+            typical=options.typical,
+        )
 
-    @property
-    def any_greedy(self) -> bool:
-        return not all(self._samples)
+    def check(self, params: SamplingParams, vocab_size: int) -> None:
+        """ValueError where ``params`` ask for what there is no room for."""
+        for name, ids, room in (
+            ("logit_bias", params.logit_bias, self.logit_bias),
+            ("allowed", params.allowed, self.allowed),
+        ):
+            if ids is None:
+                continue
+            if room is None:
+                raise ValueError(
+                    f"sampling: {name}: expected none, since the engine was made without "
+                    f"SamplingOptions({name}=True), got {len(ids)} ids"
+                )
+            wrong = [i for i in ids if not 0 <= i < vocab_size]
+            if wrong:
+                raise ValueError(
+                    f"sampling: {name}: expected ids in [0, {vocab_size}), got {wrong[0]}"
+                )
 
-    def set(self, request: int, params: SamplingParams, positions: range | None = None) -> None:
-        """``positions``: those of the tokens that may be drafted."""
-        self._samples[request] = params.temperature > 0
-        num_draws = self.coins.shape[2]
-        if positions is not None and params.temperature > 0 and num_draws:
-            coins = draft_coins(params.seed, positions, num_draws)
-            self.coins[request, positions.start : positions.stop] = coins.to(self.coins.device)
-        self.temperature[request] = params.temperature
-        self.top_k[request] = params.top_k
-        self.top_p[request] = params.top_p
-        self.min_p[request] = params.min_p
-        self.seeds[request] = params.seed
+    def set(self, row: int, params: SamplingParams) -> None:
+        # fill_ takes its value along with the launch; an assignment would copy from the host.
+        self.temperature[row].fill_(params.temperature)
+        self.top_k[row].fill_(params.top_k)
+        self.top_p[row].fill_(params.top_p)
+        self.min_p[row].fill_(params.min_p)
+        self.seeds[row].fill_(params.seed)
+        if self.logit_bias is not None:
+            self.logit_bias[row].zero_()
+            for token, bias in (params.logit_bias or {}).items():
+                self.logit_bias[row, token].fill_(bias)
+        if self.allowed is not None:
+            if params.allowed is None:
+                self.allowed[row].fill_(-1)
+            else:
+                self.allowed[row].copy_(_words(params.allowed, self.allowed.shape[2]))
 
-    def arguments(self, request: int | None = None) -> dict[str, torch.Tensor]:
-        """Keyword arguments of ``tree_verify``, of all requests or of one."""
-        rows = slice(None) if request is None else slice(request, request + 1)
-        return {
-            "temperature": self.temperature[rows],
-            "top_k": self.top_k[rows],
-            "top_p": self.top_p[rows],
-            "min_p": self.min_p[rows],
-            "seeds": self.seeds[rows],
+    def rows(self, rows: slice) -> SamplingTensors:
+        """The same of some requests, as views."""
+        views = {
+            f.name: value[rows] if isinstance(value, Tensor) else value
+            for f in dataclasses.fields(self)
+            for value in [getattr(self, f.name)]
         }
+        return SamplingTensors(**views)
+
+    def arguments(self, num_nodes: int) -> dict[str, object]:
+        """Keyword arguments of ``tree_verify`` for trees of ``num_nodes``."""
+        allowed = self.allowed
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seeds": self.seeds,
+            "logit_bias": self.logit_bias,
+            "allowed": None if allowed is None else allowed.expand(-1, num_nodes, -1),
+            "typical": self.typical,
+        }
+
+
+def _words(ids: Sequence[int], num_words: int) -> Tensor:
+    words = [0] * num_words
+    for i in ids:
+        words[i // 32] |= 1 << (i % 32)
+    # int32 words are bit patterns: bit 31 is the sign.
+    signed = [w - (w >> 31 << 32) for w in words]
+    return torch.tensor(signed, dtype=torch.int32).unsqueeze(0)

@@ -337,6 +337,13 @@ def test_case_05_absent_rows_and_padded_requests_write_nothing(backend, mla):
     problem.check(backend, **change)
 
 
+def test_case_05_a_request_whose_cache_begins_nowhere_is_padded(backend, mla):
+    problem = Problem(mla, batch=3, context=(6, 9, 5))
+    change = {"cache_lens": torch.tensor([6, -1, 5])}
+    assert {b for b, *_ in problem.places(**change)} == {0, 2}
+    problem.check(backend, **change)
+
+
 def test_case_05_a_smaller_batch_equals_a_fresh_one(backend, mla):
     problem = Problem(mla, batch=3, context=(6, 9, 5))
     q_out, caches = problem.run(backend)
@@ -672,7 +679,6 @@ BAD_VALUES = [
         (r"slots\[0, 0\]", {"slots": changed(SLOTS, (0, 0), BIG)}),
         (r"slots\[0, 3\]", {"cache_lens": ints(25, 0)}),
         (r"slots\[1, 0\]", {"cache_lens": ints(0, BIG)}),
-        (r"cache_lens\[1\]", {"cache_lens": ints(0, -1)}),
         (r"slots\[1\]", {"slots": changed(SLOTS, (1, 2), 4)}),
         (r"slots\[0\]", {"block_tables": TWICE, "cache_lens": ints(6, 6), "slots": CLASH}),
         (r"block_tables\[1, 3\]", {"block_tables": changed(TABLES, (1, 3), 16)}),

@@ -46,8 +46,8 @@ def rope_append(
     tree that are equally deep share a position. Its K/V go to the cache at the logical place
     ``(cache_lens or context_lens)[b] + slots[b, n]``, of which place x is slot ``x % page`` of page
     ``block_tables[b, x // page]``. A row whose depth or slot is negative, and every row of a
-    request whose context length is, is absent: nothing is read or written for it, ``q_out``
-    included.
+    request whose context length or ``cache_lens`` is, is absent: nothing is read or written for
+    it, ``q_out`` included.
 
     The first ``R`` columns of a head are rotated, the rest is copied (partial rotary). With c and s
     the cosine and sine of pair i at p, ``(x, y)`` becomes ``(x c - y s, y c + x s)`` (RoPE, arXiv

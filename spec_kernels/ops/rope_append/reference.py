@@ -54,22 +54,19 @@ def _places(op, cache_name, cache, lookup, checks):
     if slots is not None:
         slot = slots.long()
     begin = context if cache_lens is None else cache_lens.long().unsqueeze(1)
-    present = (context >= 0) & (depth >= 0) & (slot >= 0)
+    present = (context >= 0) & (begin >= 0) & (depth >= 0) & (slot >= 0)
 
     # Sums of huge values wrap below zero.
     position, place = context + depth, begin + slot
     no_angle = (position < 0) | (position >= num_positions)
-    no_begin = (begin < 0).expand_as(place)
     no_place = (place < 0) | (place >= num_places)
     if checks:
         if at := _first(present & no_angle):
             fail(op, _at("depths", at), f"a position below {num_positions}", int(position[at]))
-        if at := _first(present & no_begin):
-            fail(op, _at("cache_lens", at[:1]), ">= 0", int(begin[at[0], 0]))
         if at := _first(present & no_place):
             expected = f"a place within {block_tables.shape[1]} pages of {page_size}"
             fail(op, _at("slots", at), expected, int(place[at]))
-    present = present & ~(no_angle | no_begin | no_place)
+    present = present & ~(no_angle | no_place)
 
     b, n = present.nonzero(as_tuple=True)
     place = place[b, n]

@@ -1,0 +1,537 @@
+"""Continuous batching: requests join, run one cycle after the other together, and leave.
+
+Per step the host launches one captured cycle and reads what the one before gave. Requests stand in
+rows 0 .. n - 1 of the static buffers, and the smallest captured bucket that holds n of them runs.
+
+On several ranks each one makes the same calls in the same order. They never have to agree on
+anything: what they decide by is tokens, which are the same bits on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from spec_kernels.decode.adaptive import Adapter, CostTable
+from spec_kernels.decode.cycle import Cycle, CycleResult, PhaseClock, PlainCycle
+from spec_kernels.decode.drafting import DraftPlan
+from spec_kernels.decode.graph import GraphRunner, Plan, request_buckets, shared_recorder
+from spec_kernels.decode.kv_cache import INERT, KVCache
+from spec_kernels.decode.prefill import Prefill
+from spec_kernels.decode.readback import Pending, Readback
+from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
+from spec_kernels.decode.state import MAX_STOP_IDS, BatchState
+from spec_kernels.models.drafter import AbsentDrafter, Drafter
+from spec_kernels.models.target import Target
+from spec_kernels.ops.tree_verify import VerifyStatus
+
+MAX_REQUESTS = 64
+_MEASURED_TOKENS = 32
+_SHORT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to continue, and how far.
+
+    Args:
+        prompt: ids, at least one.
+        max_new_tokens: at least 1.
+        sampling: how tokens are chosen.
+        stop_ids: at most ``MAX_STOP_IDS`` ids; the one that ends the text is part of it.
+        speculative: whether drafts are made; the tokens are the same.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_ids: Sequence[int] = ()
+    speculative: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """Adaptive verification: every cycle verifies as many drafts as pay, see ``decode.adaptive``.
+
+    Args:
+        rungs: numbers of nodes that are captured, from 1 to the plan's; None = each of them for
+            short chains, else 1, 2, 4, ... and the plan's.
+        costs: of cycles of those sizes; None = measured when the batch is made.
+        options: of ``Adapter``.
+    """
+
+    rungs: Sequence[int] | None = None
+    costs: CostTable | None = None
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What one cycle gave one request.
+
+    Attributes:
+        request: as ``Batch.join`` named it.
+        tokens: emitted, at least one but where ``error`` is set.
+        num_accepted: drafts that the target agreed with; None for the token that the prompt gave.
+        is_done: whether the request has left.
+        error: why it could not go on.
+    """
+
+    request: int
+    tokens: list[int]
+    num_accepted: int | None
+    is_done: bool
+    error: Exception | None = None
+
+
+@dataclasses.dataclass
+class _Member:
+    """A request in the batch, as far as its tokens have been read."""
+
+    name: int
+    request: Request
+    num_tokens: int = 0
+    is_gone: bool = False
+
+
+@dataclasses.dataclass
+class _Flight:
+    """Results that are on their way, and whose they are, row by row.
+
+    ``choice`` is the adapter's: the rung, and the nodes that each member kept, by name.
+    """
+
+    pending: Pending | None
+    members: list[_Member]
+    num_places: int
+    num_nodes: int
+    is_first: bool = False
+    choice: tuple[int, dict[int, int]] | None = None
+
+
+class Batch:
+    """Decodes up to ``max_requests`` requests together, with one target and, if given, one drafter.
+
+    Args:
+        target: this rank's part; every rank makes the same calls in the same order.
+        drafter: needed for speculative decoding.
+        plan: which drafts are made.
+        max_tokens: longest prompt plus its continuation.
+        max_requests: 1 to 64.
+        page_size, num_pages: of the caches, see ``KVCache``.
+        chunk: most prompt tokens in one forward, at most 1024.
+        sampling: what requests may ask for beyond their parameters.
+        read_behind: results that may be under way when ``step`` returns: with 1, the default on
+            CUDA, a cycle's tokens are read while the next one runs; with 0, the default on a CPU,
+            where nothing runs meanwhile, at once. Tokens do not depend on it.
+        adaptive: verify as many drafts a cycle as pay; None = always all of the plan's. For chains
+            and dynamic trees. What is emitted keeps its distribution, and without drawn drafts it
+            stays the same token for token.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | AbsentDrafter | None = None,
+        plan: DraftPlan | None = None,
+        *,
+        max_tokens: int,
+        max_requests: int = 1,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        chunk: int = 256,
+        sampling: SamplingOptions | None = None,
+        read_behind: int | None = None,
+        adaptive: Adaptive | None = None,
+    ):
+        if not 1 <= chunk <= 1024:
+            raise ValueError(f"batch: chunk: expected 1 <= chunk <= 1024, got {chunk}")
+        if not 1 <= max_requests <= MAX_REQUESTS:
+            raise ValueError(
+                f"batch: max_requests: expected 1 to {MAX_REQUESTS}, got {max_requests}"
+            )
+        if read_behind is None:
+            read_behind = 1 if target.device.type == "cuda" else 0
+        if read_behind < 0:
+            raise ValueError(f"batch: read_behind: expected at least 0, got {read_behind}")
+        plan = plan or DraftPlan()
+        if sampling is not None and sampling.typical is not None and plan.sampled:
+            raise ValueError(
+                "batch: sampling: expected no typical acceptance beside drawn drafts, got both"
+            )
+        self.target, self.drafter, self.plan = target, drafter, plan
+        self.max_requests, self.read_behind = max_requests, read_behind
+        # Rows in flight past the committed ones: the tree, the drafted rows, the extended rows.
+        self.slack = 1
+        if drafter is not None:
+            self.slack = max(plan.num_nodes, plan.num_draft_rows, plan.steps + 1)
+        most = max_tokens + self.slack
+        self.cache = KVCache(target, drafter, max_requests, most, page_size, num_pages)
+        self.state = BatchState.allocate(self.cache, drafter, target.config.vocab_size, sampling)
+        self.prefill = Prefill(target, drafter, self.state, chunk)
+        self.clock = PhaseClock(target.device)
+        self._record = shared_recorder(target.device)
+        self._runners: dict[_Kind, GraphRunner] = {}
+        self._cycles: dict[tuple[_Kind, int], Cycle | PlainCycle] = {}
+        # By the result they copy, which is kept so that no other comes to bear its id.
+        self._readbacks: dict[int, tuple[CycleResult, Readback]] = {}
+        self._members: list[_Member] = []
+        self._flights: deque[_Flight] = deque()
+        self._num_joined = 0
+        self.adapter = None
+        if adaptive is not None:
+            self.adapter = self._make_adapter(adaptive)
+
+    # ----------------------------------------------------------------------------- requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have joined and not left."""
+        return len(self._members)
+
+    def num_pages(self, request: Request) -> int:
+        """Pages that ``request`` will hold; ValueError if it cannot be served at all."""
+        self._check(request)
+        return self.cache.num_pages(len(request.prompt) + request.max_new_tokens + self.slack)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether ``join`` would find a row and pages; ValueError as there."""
+        num_pages = self.num_pages(request)
+        return self.num_requests < self.max_requests and num_pages <= self.cache.pool.num_free
+
+    def join(self, request: Request) -> int:
+        """Reserves pages for all that the request may come to hold, and runs its prompt.
+
+        Returns:
+            Its name in what ``step`` returns.
+
+        Raises, and nothing was reserved or written:
+            ValueError: an empty prompt, an id outside the vocabulary, too many tokens for the
+                model's positions or the cache, or no free row.
+            OutOfPages: too few pages are free.
+        """
+        self._check(request)
+        row = self.num_requests
+        if row == self.max_requests:
+            raise ValueError(f"batch: expected at most {row} requests at a time, got another one")
+        prompt, new = request.prompt, request.max_new_tokens
+        self.cache.reserve(row, len(prompt) + new + self.slack)
+        try:
+            self.state.set(row, request.sampling, request.stop_ids, len(prompt) + new - 1)
+            result = self.prefill.run(row, prompt, request.speculative)
+        except BaseException:
+            self._clear(row)
+            raise
+        member = _Member(self._num_joined, request)
+        self._num_joined += 1
+        self._members.append(member)
+        if self.adapter is not None and request.speculative:
+            self.adapter.join(member.name)
+        self._send(result, _Flight(None, [member], 1, 1, is_first=True))
+        return member.name
+
+    def leave(self, name: int) -> None:
+        """Takes a request out, wherever its decoding stands; its pages are free at once.
+
+        ValueError if there is none of that name.
+        """
+        row = next((r for r, m in enumerate(self._members) if m.name == name), None)
+        if row is None:
+            raise ValueError(f"batch: expected the name of a request that decodes, got {name}")
+        self._members[row].is_gone = True
+        if self.adapter is not None and self._members[row].request.speculative:
+            self.adapter.leave(name)
+        last = self.num_requests - 1
+        # What was launched before still runs before these writes: one stream, in order.
+        self._clear(row)
+        if row != last:
+            self.cache.move(last, row)
+            self.state.move(last, row)
+            self.state.clear(last)
+            self._members[row] = self._members[last]
+        self._members.pop()
+
+    def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
+        """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row."""
+        row = self.num_requests
+        if row == self.max_requests:
+            raise ValueError("batch: logits_after: expected a free row, got a full batch")
+        self.cache.reserve(row, len(ids) + self.slack)
+        try:
+            return self.prefill.logits(row, ids)
+        finally:
+            self._clear(row)
+
+    def _clear(self, row: int) -> None:
+        self.cache.release(row)
+        self.state.clear(row)
+
+    def _check(self, request: Request) -> None:
+        config, prompt = self.target.config, request.prompt
+        if request.speculative and self.drafter is None:
+            raise ValueError("batch: speculative decoding: expected a drafter, got none")
+        if not len(prompt):
+            raise ValueError("batch: prompt: expected at least one token, got none")
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"batch: max_new_tokens: expected at least 1, got {request.max_new_tokens}"
+            )
+        wrong = [i for i in prompt if not 0 <= i < config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"batch: prompt: expected ids in [0, {config.vocab_size}), got {wrong[0]}"
+            )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"batch: stop_ids: expected at most {MAX_STOP_IDS}, got {len(request.stop_ids)}"
+            )
+        total = len(prompt) + request.max_new_tokens
+        if total > config.max_position_embeddings:
+            raise ValueError(
+                f"batch: prompt of {len(prompt)} + {request.max_new_tokens} new tokens: expected "
+                f"at most max_position_embeddings = {config.max_position_embeddings}, got {total}"
+            )
+        self.state.sampling.check(request.sampling, config.vocab_size)
+
+    # ------------------------------------------------------------------------------- cycles
+
+    def step(self) -> list[Emitted]:
+        """Launches one cycle for all requests and reads what came before it.
+
+        Requests that are done have left when this returns. Where nobody decodes it reads what is
+        still under way; it returns nothing once there is nothing left.
+        """
+        emitted = self._read(self.read_behind)
+        if self._members:
+            self._launch()
+        return emitted + self._read(self.read_behind if self._members else 0)
+
+    def warm_up(self, speculative: bool = True, draws: bool = False) -> None:
+        """Captures a kind of cycle for every bucket now, and not when it is first needed."""
+        self._runner(_Kind(self.plan.num_nodes if speculative else 0, draws))
+
+    def cycle(
+        self, num_requests: int = 1, speculative: bool = True, draws: bool = False
+    ) -> Cycle | PlainCycle:
+        """The cycle that runs for so many requests, for those who want to look into it."""
+        kind = _Kind(self.plan.num_nodes if speculative else 0, draws)
+        runner = self._runner(kind)
+        return self._cycles[kind, runner.bucket_for(num_requests) // runner.tokens_per_request]
+
+    def _launch(self) -> None:
+        members = list(self._members)
+        drafting = [m for m in members if m.request.speculative]
+        num_nodes, kept, choice = (self.plan.num_nodes, {}, None) if drafting else (0, {}, None)
+        if drafting and self.adapter is not None:
+            places = self._runner(_Kind(num_nodes)).bucket_for(len(members)) // num_nodes
+            chosen = self.adapter.choose([m.name for m in drafting], places)
+            num_nodes = self.adapter.rungs[chosen.rung]
+            kept = {m.name: n for m, n in zip(drafting, chosen.max_nodes, strict=True)}
+            choice = (chosen.rung, kept)
+        max_nodes = [kept.get(m.name, num_nodes) if m.request.speculative else 1 for m in members]
+        draws = self.plan.sampled and any(m.request.sampling.temperature > 0 for m in drafting)
+        self._run(members, _Kind(num_nodes, draws and num_nodes > 1), max_nodes, choice)
+
+    def _run(self, members: list[_Member], kind: _Kind, max_nodes: list[int], choice) -> None:
+        num_nodes = max(kind.num_nodes, 1)
+        if min(max_nodes) < num_nodes:
+            kind = dataclasses.replace(kind, evicts=True)
+            for row, count in enumerate(max_nodes):
+                self.state.max_nodes[row].fill_(count)
+        runner = self._runner(kind)
+        bucket = runner.bucket_for(len(members))
+        flight = _Flight(None, members, bucket // num_nodes, num_nodes, choice=choice)
+        self._send(runner.replay(bucket), flight)
+
+    def _runner(self, kind: _Kind) -> GraphRunner:
+        """The runner of one kind of cycle, captured at its first use."""
+        runner = self._runners.get(kind)
+        if runner is not None:
+            return runner
+        num_nodes = max(kind.num_nodes, 1)
+        is_cuda = self.target.device.type == "cuda"
+        runner = GraphRunner(
+            lambda bucket: Plan(
+                self._make_cycle(kind, bucket // num_nodes).run, prime=self._make_inert
+            ),
+            request_buckets(self.max_requests, num_nodes),
+            tokens_per_request=num_nodes,
+            device=self.target.device,
+            comm=self.target.comm,
+            # Run eagerly, a cycle sees every change by itself.
+            watch=(self.target, self.drafter) if is_cuda else (),
+            buffers=self.state.tensors(),
+            num_warmups=2 if is_cuda else 1,
+            record=self._record,
+        )
+        # Capturing runs on these very buffers, in which requests may stand.
+        kept = [t.clone() for t in self.state.tensors()]
+        seconds = dict(self.clock.seconds)
+        try:
+            runner.capture()
+        finally:
+            for tensor, value in zip(self.state.tensors(), kept, strict=True):
+                tensor.copy_(value)
+            self.clock.seconds.update(seconds)
+        self._runners[kind] = runner
+        return runner
+
+    def _make_cycle(self, kind: _Kind, num_requests: int) -> Cycle | PlainCycle:
+        state = self.state.rows(slice(0, num_requests))
+        if not kind.num_nodes:
+            cycle = PlainCycle(self.target, state, self.clock)
+        else:
+            proposal = self.plan.make(self.drafter, state, kind.draws, kind.num_nodes)
+            cycle = Cycle(self.target, self.drafter, proposal, state, self.clock, kind.evicts)
+        self._cycles[kind, num_requests] = cycle
+        return cycle
+
+    def _make_inert(self) -> None:
+        self.state.limits.zero_()
+        self.cache.context_lens.fill_(INERT)
+
+    # ------------------------------------------------------------------------------ adapting
+
+    def _make_adapter(self, adaptive: Adaptive) -> Adapter:
+        plan = self.plan
+        if self.drafter is None or plan.kind == "static":
+            raise ValueError(
+                "batch: adaptive: expected a drafter, and a chain or a dynamic tree, whose nodes "
+                f"come best first, got {'no drafter' if self.drafter is None else plan.kind}"
+            )
+        rungs = list(adaptive.rungs or _rungs(plan.num_nodes, plan.kind))
+        if rungs[-1] != plan.num_nodes:
+            raise ValueError(
+                f"batch: adaptive: rungs: expected the plan's {plan.num_nodes} nodes as the last "
+                f"one, got {rungs}"
+            )
+        costs = adaptive.costs or self.measure_costs(rungs)
+        form = "conditional" if plan.kind == "chain" else "cumulative"
+        return Adapter(rungs, costs, form=form, **adaptive.options)
+
+    def measure_costs(self, rungs: Sequence[int], num_repeats: int = 5) -> CostTable:
+        """Times cycles of ``rungs`` nodes in every bucket, over random prompts; rank 0's times.
+
+        ValueError while requests are here; OutOfPages where ``max_requests`` short ones do not fit.
+        """
+        if self._members:
+            raise ValueError("batch: measure_costs: expected no requests, got some that decode")
+        vocab, device = self.target.config.vocab_size, self.target.device
+        length = max(1, min(_MEASURED_TOKENS, self.cache.capacity - self.slack))
+        random = torch.Generator().manual_seed(0)
+        prompts = torch.randint(vocab, (self.max_requests, length), generator=random).tolist()
+        members = [_Member(-1, Request(p, 1)) for p in prompts]
+        buckets = request_buckets(self.max_requests)
+        lens = self.cache.context_lens
+
+        def clock(num_requests: int, num_nodes: int, kept: int) -> float:
+            # Each from the same state: nobody comes to an end.
+            self.state.limits[:num_requests].fill_(torch.iinfo(torch.int64).max)
+            lens.fill_(INERT)[:num_requests].fill_(length)
+            wait(device)
+            begun = time.perf_counter()
+            self._run(members[:num_requests], _Kind(num_nodes), [kept] * num_requests, None)
+            wait(device)
+            ms = 1e3 * (time.perf_counter() - begun)
+            self._flights.clear()
+            return ms
+
+        try:
+            with torch.inference_mode():
+                for row, prompt in enumerate(prompts):
+                    self.cache.reserve(row, length + self.slack)
+                    self.prefill.run(row, prompt, drafting=True)
+                for num_nodes in rungs:
+                    for kept in {1, num_nodes}:
+                        clock(self.max_requests, num_nodes, kept)
+                seconds = dict(self.clock.seconds)
+                costs = CostTable.measure(clock, buckets, rungs, num_repeats)
+        finally:
+            for row in range(self.max_requests):
+                self._clear(row)
+        self.clock.seconds.update(seconds)
+        return CostTable.from_dict(self.target.comm.exchange(costs.as_dict())[0])
+
+    # ------------------------------------------------------------------------------ results
+
+    def _send(self, result: CycleResult, flight: _Flight) -> None:
+        if id(result) not in self._readbacks:
+            # Between two steps every request may join: each has a first token under way.
+            depth = self.read_behind + 1 + (self.max_requests if flight.is_first else 0)
+            self._readbacks[id(result)] = (result, Readback(result.block, depth))
+        flight.pending = self._readbacks[id(result)][1].send()
+        self._flights.append(flight)
+
+    def _read(self, num_left: int) -> list[Emitted]:
+        emitted = []
+        while len(self._flights) > num_left:
+            emitted += self._read_one(self._flights.popleft())
+        return emitted
+
+    def _read_one(self, flight: _Flight) -> list[Emitted]:
+        host = CycleResult.of(flight.pending.wait(), flight.num_places, flight.num_nodes)
+        verified = host.verified
+        tokens, accepted = verified.tokens.tolist(), verified.num_accepted.tolist()
+        status = verified.status.tolist()
+        confidence = host.confidence.tolist() if flight.choice else None
+        found = []
+        for row, member in enumerate(flight.members):
+            if member.is_gone:
+                continue
+            if status[row]:
+                found.append(Emitted(member.name, [], 0, True, _fault(member.name, status[row])))
+                self.leave(member.name)
+                continue
+            if flight.choice and member.name in flight.choice[1]:
+                rung, kept = flight.choice[0], flight.choice[1][member.name]
+                sure = [min(max(c, 0.0), 1.0) for c in confidence[row][1:]]
+                self.adapter.observe(member.name, rung, kept, sure, accepted[row])
+            emitted = tokens[row][: accepted[row] + 1]
+            request = member.request
+            emitted = emitted[: request.max_new_tokens - member.num_tokens]
+            ends = [i + 1 for i, token in enumerate(emitted) if token in request.stop_ids]
+            emitted = emitted[: ends[0]] if ends else emitted
+            member.num_tokens += len(emitted)
+            is_done = bool(ends) or member.num_tokens == request.max_new_tokens
+            num_accepted = None if flight.is_first else accepted[row]
+            found.append(Emitted(member.name, emitted, num_accepted, is_done))
+            if is_done:
+                self.leave(member.name)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """A cycle that is captured apart: by what the host decides in it.
+
+    ``num_nodes`` of each request's tree, 0 for plain decoding; ``draws``: drafts of requests that
+    sample are drawn; ``evicts``: requests keep different numbers of nodes.
+    """
+
+    num_nodes: int
+    draws: bool = False
+    evicts: bool = False
+
+
+def _rungs(num_nodes: int, kind: str) -> list[int]:
+    if kind == "chain" and num_nodes <= _SHORT:
+        return list(range(1, num_nodes + 1))
+    return [*(1 << i for i in range((num_nodes - 1).bit_length())), num_nodes]
+
+
+def wait(device: torch.device) -> None:
+    """Until ``device`` has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fault(name: int, status: int) -> RuntimeError:
+    what = {
+        VerifyStatus.NO_TOKEN: "the target's logits are not numbers",
+        VerifyStatus.BAD_DRAFT: "the drafter's logits are not numbers",
+    }.get(VerifyStatus(status), "the draft tree or a sampling parameter is unsound")
+    return RuntimeError(f"request {name}: {what} ({VerifyStatus(status)!r})")
