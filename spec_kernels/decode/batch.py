@@ -10,17 +10,17 @@ anything: what they decide by is tokens, which are the same bits on all.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from spec_kernels.decode.adaptive import Adapter, CostTable
-from spec_kernels.decode.cycle import Cycle, CycleResult, PhaseClock, PlainCycle
+from spec_kernels.decode.captured import CapturedCycles, Kind
+from spec_kernels.decode.cycle import Cycle, CycleResult, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
-from spec_kernels.decode.graph import GraphRunner, Plan, request_buckets, shared_recorder
-from spec_kernels.decode.kv_cache import INERT, KVCache
+from spec_kernels.decode.kv_cache import KVCache
+from spec_kernels.decode.measure import measure_costs
 from spec_kernels.decode.prefill import Prefill
 from spec_kernels.decode.readback import Pending, Readback
 from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
@@ -30,7 +30,7 @@ from spec_kernels.models.target import Target
 from spec_kernels.ops.tree_verify import VerifyStatus
 
 MAX_REQUESTS = 64
-_MEASURED_TOKENS = 32
+# Chains of up to so many nodes are captured in every length.
 _SHORT = 8
 
 
@@ -173,10 +173,8 @@ class Batch:
         self.cache = KVCache(target, drafter, max_requests, most, page_size, num_pages)
         self.state = BatchState.allocate(self.cache, drafter, target.config.vocab_size, sampling)
         self.prefill = Prefill(target, drafter, self.state, chunk)
-        self.clock = PhaseClock(target.device)
-        self._record = shared_recorder(target.device)
-        self._runners: dict[_Kind, GraphRunner] = {}
-        self._cycles: dict[tuple[_Kind, int], Cycle | PlainCycle] = {}
+        self.cycles = CapturedCycles(target, drafter, plan, self.state)
+        self.clock = self.cycles.clock
         # By the result they copy, which is kept so that no other comes to bear its id.
         self._readbacks: dict[int, tuple[CycleResult, Readback]] = {}
         self._members: list[_Member] = []
@@ -203,6 +201,7 @@ class Batch:
         num_pages = self.num_pages(request)
         return self.num_requests < self.max_requests and num_pages <= self.cache.pool.num_free
 
+    @torch.inference_mode()
     def join(self, request: Request) -> int:
         """Reserves pages for all that the request may come to hold, and runs its prompt.
 
@@ -234,6 +233,7 @@ class Batch:
         self._send(result, _Flight(None, [member], 1, 1, is_first=True))
         return member.name
 
+    @torch.inference_mode()
     def leave(self, name: int) -> None:
         """Takes a request out, wherever its decoding stands; its pages are free at once.
 
@@ -255,6 +255,7 @@ class Batch:
             self._members[row] = self._members[last]
         self._members.pop()
 
+    @torch.inference_mode()
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row."""
         row = self.num_requests
@@ -299,6 +300,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------- cycles
 
+    @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Launches one cycle for all requests and reads what came before it.
 
@@ -310,89 +312,36 @@ class Batch:
             self._launch()
         return emitted + self._read(self.read_behind if self._members else 0)
 
+    @torch.inference_mode()
     def warm_up(self, speculative: bool = True, draws: bool = False) -> None:
         """Captures a kind of cycle for every bucket now, and not when it is first needed."""
-        self._runner(_Kind(self.plan.num_nodes if speculative else 0, draws))
+        self.cycles.runner(Kind(self.plan.num_nodes if speculative else 0, draws))
 
+    @torch.inference_mode()
     def cycle(
         self, num_requests: int = 1, speculative: bool = True, draws: bool = False
     ) -> Cycle | PlainCycle:
-        """The cycle that runs for so many requests, for those who want to look into it."""
-        kind = _Kind(self.plan.num_nodes if speculative else 0, draws)
-        runner = self._runner(kind)
-        return self._cycles[kind, runner.bucket_for(num_requests) // runner.tokens_per_request]
+        """The cycle that serves ``num_requests``, for those who want to look into it."""
+        kind = Kind(self.plan.num_nodes if speculative else 0, draws)
+        return self.cycles.cycle(kind, num_requests)
 
     def _launch(self) -> None:
         members = list(self._members)
         drafting = [m for m in members if m.request.speculative]
-        num_nodes, kept, choice = (self.plan.num_nodes, {}, None) if drafting else (0, {}, None)
+        num_nodes, kept, choice = self.plan.num_nodes if drafting else 0, {}, None
         if drafting and self.adapter is not None:
-            places = self._runner(_Kind(num_nodes)).bucket_for(len(members)) // num_nodes
+            places = self.cycles.num_places(Kind(num_nodes), len(members))
             chosen = self.adapter.choose([m.name for m in drafting], places)
             num_nodes = self.adapter.rungs[chosen.rung]
             kept = {m.name: n for m, n in zip(drafting, chosen.max_nodes, strict=True)}
             choice = (chosen.rung, kept)
-        max_nodes = [kept.get(m.name, num_nodes) if m.request.speculative else 1 for m in members]
         draws = self.plan.sampled and any(m.request.sampling.temperature > 0 for m in drafting)
-        self._run(members, _Kind(num_nodes, draws and num_nodes > 1), max_nodes, choice)
-
-    def _run(self, members: list[_Member], kind: _Kind, max_nodes: list[int], choice) -> None:
-        num_nodes = max(kind.num_nodes, 1)
-        if min(max_nodes) < num_nodes:
-            kind = dataclasses.replace(kind, evicts=True)
-            for row, count in enumerate(max_nodes):
-                self.state.max_nodes[row].fill_(count)
-        runner = self._runner(kind)
-        bucket = runner.bucket_for(len(members))
-        flight = _Flight(None, members, bucket // num_nodes, num_nodes, choice=choice)
-        self._send(runner.replay(bucket), flight)
-
-    def _runner(self, kind: _Kind) -> GraphRunner:
-        """The runner of one kind of cycle, captured at its first use."""
-        runner = self._runners.get(kind)
-        if runner is not None:
-            return runner
-        num_nodes = max(kind.num_nodes, 1)
-        is_cuda = self.target.device.type == "cuda"
-        runner = GraphRunner(
-            lambda bucket: Plan(
-                self._make_cycle(kind, bucket // num_nodes).run, prime=self._make_inert
-            ),
-            request_buckets(self.max_requests, num_nodes),
-            tokens_per_request=num_nodes,
-            device=self.target.device,
-            comm=self.target.comm,
-            # Run eagerly, a cycle sees every change by itself.
-            watch=(self.target, self.drafter) if is_cuda else (),
-            buffers=self.state.tensors(),
-            num_warmups=2 if is_cuda else 1,
-            record=self._record,
-        )
-        # Capturing runs on these very buffers, in which requests may stand.
-        kept = [t.clone() for t in self.state.tensors()]
-        seconds = dict(self.clock.seconds)
-        try:
-            runner.capture()
-        finally:
-            for tensor, value in zip(self.state.tensors(), kept, strict=True):
-                tensor.copy_(value)
-            self.clock.seconds.update(seconds)
-        self._runners[kind] = runner
-        return runner
-
-    def _make_cycle(self, kind: _Kind, num_requests: int) -> Cycle | PlainCycle:
-        state = self.state.rows(slice(0, num_requests))
-        if not kind.num_nodes:
-            cycle = PlainCycle(self.target, state, self.clock)
-        else:
-            proposal = self.plan.make(self.drafter, state, kind.draws, kind.num_nodes)
-            cycle = Cycle(self.target, self.drafter, proposal, state, self.clock, kind.evicts)
-        self._cycles[kind, num_requests] = cycle
-        return cycle
-
-    def _make_inert(self) -> None:
-        self.state.limits.zero_()
-        self.cache.context_lens.fill_(INERT)
+        max_nodes = [kept.get(m.name, num_nodes) if m.request.speculative else 1 for m in members]
+        evicts = min(max_nodes) < num_nodes
+        kind = Kind(num_nodes, draws and num_nodes > 1, evicts)
+        result = self.cycles.replay(kind, len(members), max_nodes if evicts else None)
+        places = self.cycles.num_places(kind, len(members))
+        self._send(result, _Flight(None, members, places, kind.num_rows, choice=choice))
 
     # ------------------------------------------------------------------------------ adapting
 
@@ -409,52 +358,13 @@ class Batch:
                 f"batch: adaptive: rungs: expected the plan's {plan.num_nodes} nodes as the last "
                 f"one, got {rungs}"
             )
-        costs = adaptive.costs or self.measure_costs(rungs)
+        costs = adaptive.costs
+        if costs is None:
+            with torch.inference_mode():
+                parts = (self.cycles, self.prefill, self.cache, self.slack)
+                costs = measure_costs(*parts, rungs)
         form = "conditional" if plan.kind == "chain" else "cumulative"
         return Adapter(rungs, costs, form=form, **adaptive.options)
-
-    def measure_costs(self, rungs: Sequence[int], num_repeats: int = 5) -> CostTable:
-        """Times cycles of ``rungs`` nodes in every bucket, over random prompts; rank 0's times.
-
-        ValueError while requests are here; OutOfPages where ``max_requests`` short ones do not fit.
-        """
-        if self._members:
-            raise ValueError("batch: measure_costs: expected no requests, got some that decode")
-        vocab, device = self.target.config.vocab_size, self.target.device
-        length = max(1, min(_MEASURED_TOKENS, self.cache.capacity - self.slack))
-        random = torch.Generator().manual_seed(0)
-        prompts = torch.randint(vocab, (self.max_requests, length), generator=random).tolist()
-        members = [_Member(-1, Request(p, 1)) for p in prompts]
-        buckets = request_buckets(self.max_requests)
-        lens = self.cache.context_lens
-
-        def clock(num_requests: int, num_nodes: int, kept: int) -> float:
-            # Each from the same state: nobody comes to an end.
-            self.state.limits[:num_requests].fill_(torch.iinfo(torch.int64).max)
-            lens.fill_(INERT)[:num_requests].fill_(length)
-            wait(device)
-            begun = time.perf_counter()
-            self._run(members[:num_requests], _Kind(num_nodes), [kept] * num_requests, None)
-            wait(device)
-            ms = 1e3 * (time.perf_counter() - begun)
-            self._flights.clear()
-            return ms
-
-        try:
-            with torch.inference_mode():
-                for row, prompt in enumerate(prompts):
-                    self.cache.reserve(row, length + self.slack)
-                    self.prefill.run(row, prompt, drafting=True)
-                for num_nodes in rungs:
-                    for kept in {1, num_nodes}:
-                        clock(self.max_requests, num_nodes, kept)
-                seconds = dict(self.clock.seconds)
-                costs = CostTable.measure(clock, buckets, rungs, num_repeats)
-        finally:
-            for row in range(self.max_requests):
-                self._clear(row)
-        self.clock.seconds.update(seconds)
-        return CostTable.from_dict(self.target.comm.exchange(costs.as_dict())[0])
 
     # ------------------------------------------------------------------------------ results
 
@@ -504,29 +414,10 @@ class Batch:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A cycle that is captured apart: by what the host decides in it.
-
-    ``num_nodes`` of each request's tree, 0 for plain decoding; ``draws``: drafts of requests that
-    sample are drawn; ``evicts``: requests keep different numbers of nodes.
-    """
-
-    num_nodes: int
-    draws: bool = False
-    evicts: bool = False
-
-
 def _rungs(num_nodes: int, kind: str) -> list[int]:
     if kind == "chain" and num_nodes <= _SHORT:
         return list(range(1, num_nodes + 1))
     return [*(1 << i for i in range((num_nodes - 1).bit_length())), num_nodes]
-
-
-def wait(device: torch.device) -> None:
-    """Until ``device`` has done what was launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _fault(name: int, status: int) -> RuntimeError:

@@ -186,13 +186,12 @@ class Engine:
 
     def step(self) -> None:
         """Lets in who has room, runs one cycle, and hands its tokens out."""
-        with torch.inference_mode():
-            self._admit()
-            for part in self.batch.step():
-                stream = self._streams[part.request]
-                stream.receive(part, self.batch.clock.seconds)
-                if part.is_done:
-                    del self._streams[part.request]
+        self._admit()
+        for part in self.batch.step():
+            stream = self._streams[part.request]
+            stream.receive(part, self.batch.clock.seconds)
+            if part.is_done:
+                del self._streams[part.request]
 
     async def step_async(self) -> None:
         """``step`` on another thread; the tasks of one event loop take turns."""
@@ -208,15 +207,13 @@ class Engine:
             self._waiting.remove(stream)
         for name, other in list(self._streams.items()):
             if other is stream:
-                with torch.inference_mode():
-                    self.batch.leave(name)
+                self.batch.leave(name)
                 del self._streams[name]
         stream.closed()
 
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """``[V]`` logits of the token after ``ids``, from a forward of its own."""
-        with torch.inference_mode():
-            return self.batch.logits_after(ids)
+        return self.batch.logits_after(ids)
 
     def _admit(self) -> None:
         while self._waiting and self.batch.has_room(self._waiting[0].request):
