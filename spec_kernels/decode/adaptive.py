@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -116,7 +115,10 @@ class CostTable:
         rungs: Sequence[int],
         num_repeats: int = 5,
     ) -> CostTable:
-        """Medians of ``clock``, sizes in turns so that a drift hits all of them.
+        """The least times of ``clock``, sizes in turns so that a drift hits all of them.
+
+        The least, because what else runs on the machine only ever adds: of few times on a busy one
+        most may hold a slice of another process.
 
         The clock's requests must hold tokens as different as those of a real batch: equal ones go
         to the same experts and look too cheap.
@@ -131,11 +133,10 @@ class CostTable:
         for _ in range(num_repeats):
             for key in keys:
                 times[key].append(clock(*key))
-        medians = {key: statistics.median(samples) for key, samples in times.items()}
+        least = {key: min(samples) for key, samples in times.items()}
         grid = [(bucket, nodes) for bucket in buckets for nodes in rungs]
-        return cls(
-            {(b, n): medians[b, n, n] for b, n in grid}, {(b, n): medians[b, n, 1] for b, n in grid}
-        )
+        full = {(b, n): least[b, n, n] for b, n in grid}
+        return cls(full, {(b, n): least[b, n, 1] for b, n in grid})
 
     @classmethod
     def from_curve(
