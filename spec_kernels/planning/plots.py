@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from spec_kernels.decode.adaptive import isotonic
 from spec_kernels.planning import viability
-from spec_kernels.planning.answer import Answer
+from spec_kernels.planning.answer import Answer, Requirement
 from spec_kernels.planning.parts import CycleCost
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -30,14 +31,18 @@ _STYLE = {
     "svg.hashsalt": "spec-kernels",
     "hatch.linewidth": 0.5,
 }
-# The map and its lines, and the share of a panel that a line of text is high.
-_POINTS, _LINE = 201, 0.055
+_POINTS = 101
+# Share of a panel that a line of text is high.
+_LINE = 0.055
+# So that the same answer gives the same file.
+_NO_DATE = {"Date": None, "Creator": None}
 
 
 def _matplotlib():
     try:
         import matplotlib
         import matplotlib.figure
+        import matplotlib.patches
     except ImportError as error:
         raise ValueError(
             "plots: expected matplotlib, got none (pip install matplotlib, or "
@@ -60,12 +65,15 @@ def draw(answer: Answer, path: str | Path) -> None:
         raise ValueError(f"plots: path: expected one of {', '.join(SUFFIXES)}, got {path.name}")
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE):
-        height = 4.2 + (0 if answer.costs is None else _waterfall_height(answer.costs))
+        speeds_height = 4.2 + 0.1 * len(answer.cycles)
+        height = speeds_height
+        if answer.costs is not None:
+            height += _waterfall_height(answer.costs)
         figure = matplotlib.figure.Figure(figsize=(10, height), layout="constrained")
         if answer.costs is None:
             left, right = figure.subplots(1, 2)
         else:
-            ratios = (4.2, _waterfall_height(answer.costs))
+            ratios = (speeds_height, _waterfall_height(answer.costs))
             above, below = figure.subfigures(2, 1, height_ratios=ratios)
             left, right = above.subplots(1, 2)
             draw_waterfall(below.subplots(), answer.costs)
@@ -77,7 +85,7 @@ def draw(answer: Answer, path: str | Path) -> None:
 def svg_pictures(answer: Answer) -> list[str]:
     """Each plot as an SVG element of its own, glyphs included, for a page that needs no network."""
     matplotlib = _matplotlib()
-    pictures = [((6.2, 4.2), draw_speeds, answer), ((6.2, 4.2), draw_map, answer)]
+    pictures = [((6.2, 4.8), draw_speeds, answer), ((6.2, 4.2), draw_map, answer)]
     if answer.costs is not None:
         size = (8.5, _waterfall_height(answer.costs))
         pictures.append((size, draw_waterfall, answer.costs))
@@ -90,12 +98,15 @@ def svg_pictures(answer: Answer) -> list[str]:
             drawing(figure.subplots(), what)
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata=_NO_DATE)
-            found.append(text.getvalue()[text.getvalue().index("<svg") :])
+            found.append(_element(text.getvalue()))
     return found
 
 
-# So that the same answer gives the same file.
-_NO_DATE = {"Date": None, "Creator": None}
+def _element(svg: str) -> str:
+    """An SVG file's element, without the prolog and the metadata, which name addresses."""
+    svg = svg[svg.index("<svg") :]
+    before, _, rest = svg.partition("<metadata>")
+    return before + rest.partition("</metadata>")[2] if rest else svg
 
 
 def _save(figure, path: Path) -> None:
@@ -121,31 +132,25 @@ def draw_speeds(axes, answer: Answer) -> None:
     lines = []
     for number, cycle in enumerate(cycles):
         style = {"color": _COLOURS[number % 6]}
-        dash = _DASHES[number % 6]
+        dash = _DASHES[(number + number // 6) % 6]
         speeds = viability.tok_s(bounded, cycle.ms, batch)
-        label = f"{cycle.ms:.3g} ms a cycle"
+        label = f"{cycle.ms:.3g} ms a cycle{_break_even(answer, cycle.ms)}"
         lines += axes.plot(p, speeds, linestyle=dash, linewidth=1.8, label=label, **style)
         endless = viability.tok_s(viability.unbounded_accept_length(p[:-1]), cycle.ms, batch)
         axes.plot(p[:-1], endless, linewidth=0.7, alpha=0.7, **style)
-    lines += axes.plot([], [], color="#555555", linewidth=0.7, label="thin: 1/(1-p), endless chain")
+    lines += axes.plot([], [], color="#555555", linewidth=0.7, label="thin: endless chain, 1/(1-p)")
     levels = [(target, f"{target:g}", "#555555") for target in answer.targets]
     if answer.plain_tok_s is not None:
         levels.append((answer.plain_tok_s, f"plain {answer.plain_tok_s:.3g}", "black"))
     for level, _, colour in levels:
         axes.axhline(level, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
-    even = [r for r in answer.break_even if r.reachable and r.accept_length > 1]
+    even = [r for r in answer.break_even if _is_even(r)]
     if even:
-        at = [r.bounded for r in even]
         speeds = [r.target_tok_s for r in even]
         lines += axes.plot(
-            at, speeds, "D", color="black", markersize=5, linestyle="", label="break-even"
-        )
-        shown = _apart(at, 0.09)
-        for x, r in zip(shown, even, strict=True):
-            axes.annotate(
-                f"{r.bounded:.2f}", (x, r.target_tok_s), (0, -5), textcoords="offset points",
-                ha="center", va="top", fontsize=8,
-            )  # fmt: skip
+            [r.bounded for r in even], speeds, "D", color="black", markersize=5, linestyle="",
+            label="break-even", zorder=4,
+        )  # fmt: skip
     drafter = _drafter(answer)
     if drafter is not None:
         for prediction in answer.predictions:
@@ -166,11 +171,30 @@ def draw_speeds(axes, answer: Answer) -> None:
     axes.set_xlabel(f"conditional accuracy p of each of {k} draft{'s' * (k != 1)}")
     axes.set_ylabel("tok/s" if batch == 1 else f"tok/s of {batch} requests")
     axes.set_title("Speed over accuracy", loc="left")
-    axes.legend(handles=lines, loc="upper left", fontsize=8, framealpha=0.9, edgecolor="none")
+    # Below the axes, where no line can run under it.
+    axes.legend(
+        handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8,
+        edgecolor="none", handlelength=2.6, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _is_even(requirement: Requirement) -> bool:
+    """Whether break-even takes right drafts, and can be had at some accuracy."""
+    return requirement.reachable and requirement.accept_length > 1
+
+
+def _break_even(answer: Answer, ms: float) -> str:
+    """What the legend says of a cycle time, if plain decoding's speed is known."""
+    for r in answer.break_even:
+        if r.cycle_ms == ms:
+            if _is_even(r):
+                return f": break-even at {r.bounded:.2f}"
+            return ": faster at any p" if r.reachable else ": slower at any p"
+    return ""
 
 
 def draw_map(axes, answer: Answer) -> None:
-    """tok/s over accuracy and cycle time; lines of equal speed at the targets and plain decoding."""
+    """tok/s over accuracy and cycle time, with lines of the targets' and plain decoding's speed."""
     k, batch = answer.num_drafts, answer.batch
     times = [c.ms for c in answer.cycles]
     p = np.linspace(0, 1, _POINTS)
@@ -179,8 +203,6 @@ def draw_map(axes, answer: Answer) -> None:
     # Filled in equal ratios: speed falls as 1 / time, and equal steps would crowd at one end.
     levels = np.geomspace(speeds.min(), speeds.max(), 17)
     filled = axes.contourf(p, ms, speeds, levels=levels, cmap="cividis", norm="log")
-    for collection in (filled,):
-        collection.set_rasterized(True)
     bar = axes.figure.colorbar(filled, ax=axes, pad=0.02)
     ticks = _round_numbers(speeds.min(), speeds.max())
     bar.set_ticks(ticks, labels=[f"{t:g}" for t in ticks])
@@ -241,18 +263,11 @@ def _drafter(answer: Answer) -> float | None:
 
 
 def _apart(values: Sequence[float], least: float) -> list[float]:
-    """The values, moved as little as an even push needs for distances of ``least``."""
+    """The values, moved as little as it takes (in least squares) to lie ``least`` apart."""
     order = np.argsort(values, kind="stable")
-    moved = np.array([float(values[i]) for i in order])
-    for _ in range(len(moved) ** 2):
-        close = np.flatnonzero(np.diff(moved) < least - 1e-12)
-        if not len(close):
-            break
-        at = close[0]
-        middle = (moved[at] + moved[at + 1]) / 2
-        moved[at], moved[at + 1] = middle - least / 2, middle + least / 2
-    out = np.empty(len(moved))
-    out[order] = moved
+    steps = least * np.arange(len(order))
+    out = np.empty(len(order))
+    out[order] = isotonic(np.asarray(values, float)[order] - steps) + steps
     return out.tolist()
 
 
@@ -282,20 +297,20 @@ def draw_waterfall(axes, costs: CycleCost) -> None:
     axes.barh(rows[-1], costs.total, color="#333333")
     _whisker(axes, rows[-1], costs.total, low, high, "#AAAAAA")
     axes.text(
-        high + 0.012 * edge, rows[-1], f"{costs.total:.2f} ({low:.2f}-{high:.2f})", va="center",
+        high + 0.012 * edge, rows[-1], f"{costs.total:.1f} ({low:.1f}-{high:.1f})", va="center",
         fontsize=8, fontweight="bold",
     )  # fmt: skip
     axes.set_yticks(rows, [*(part.name for part in costs.parts), "total"])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.18 * edge)
+    axes.set_xlim(0, 1.22 * edge)
     axes.set_xlabel("ms; whiskers: where each part may lie, and all of them at one end")
     axes.set_title(costs.title or "Where a cycle's time goes", loc="left")
     axes.tick_params(axis="y", length=0)
+    patch = _matplotlib().patches.Patch
     handles = []
     for label in used:
         colour, hatch = _LABELS[label]
-        bar = axes.bar([0], [0], color=colour, hatch=hatch, edgecolor="white", label=label)
-        handles.append(bar)
+        handles.append(patch(facecolor=colour, hatch=hatch, edgecolor="white", label=label))
     axes.legend(
         handles=handles, loc="upper right", fontsize=8, framealpha=0.9, edgecolor="none",
         handlelength=2.2, handleheight=1.2,
