@@ -204,7 +204,7 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("name, num_plots", [("published", 2), ("costs", 3)])
+@pytest.mark.parametrize("name, num_plots", [("no plain", 2), ("costs", 3)])
 def test_the_page_stands_alone(name, num_plots, tmp_path):
     answer = answers()[name]
     path = tmp_path / "page.html"
