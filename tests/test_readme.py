@@ -58,7 +58,9 @@ def test_the_table_of_what_is_supported_is_true():
     assert {op for op in _library.SCHEMAS if not op.startswith("pcie_")} <= seen
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md", "docs/allreduce.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/kernels.md", "docs/allreduce.md", "docs/planning.md"]
+)
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     headings = {

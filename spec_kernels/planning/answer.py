@@ -336,7 +336,9 @@ def _assumptions(acceptance, cycles, batch, assumed) -> list[str]:
         + "; a cycle is everything between two verify forwards, drafting and host included",
         "the accuracy needed is one conditional accuracy at all steps",
     ]
-    lines += [f"{cycle.ms:.3g} ms: {cycle.source}" for cycle in cycles]
+    for source in dict.fromkeys(cycle.source for cycle in cycles):
+        times = ", ".join(f"{cycle.ms:.3g}" for cycle in cycles if cycle.source == source)
+        lines.append(f"{times} ms: {source}")
     if acceptance is not None:
         if acceptance.num_cycles is not None:
             lines.append(

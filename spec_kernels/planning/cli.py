@@ -57,7 +57,12 @@ def add_parser(subparsers) -> None:
     add("--engine-log", type=Path, metavar="FILE", help="a log of vLLM, SGLang or llama.cpp")
     add = parser.add_argument
     add("--series", help="which accuracies of --log, or which pass of --decode-json")
-    add("--counts", type=int, metavar="N", help="cycles behind the rates: gives intervals")
+    add(
+        "--counts",
+        type=int,
+        metavar="N",
+        help="cycles (of --log: positions) behind the rates: gives intervals",
+    )
     add("--tail", type=float, metavar="RATE", help="conditional accuracy beyond the last draft")
     add(
         "--calibrate",
@@ -164,7 +169,7 @@ def _answer(args: argparse.Namespace):
         if num_drafts is None:
             num_drafts = (acceptance and acceptance.num_drafts) or DEFAULT_NUM_DRAFTS
         where = {"context": args.context or 0, "batch": batch}
-        costs = chain_cycle(measured, num_drafts, **where)
+        costs = chain_cycle(measured, num_drafts, series=args.series, **where)
         if acceptance is not None:
             chains = chain_choices(measured, acceptance, tail=args.tail, **where)
     return make_answer(

@@ -15,15 +15,22 @@ MOST_DRAFTS = 8
 
 
 def chain_cycle(
-    measured: Measurements, num_drafts: int, context: int = 0, batch: int = 1
+    measured: Measurements,
+    num_drafts: int,
+    context: int = 0,
+    batch: int = 1,
+    series: str | None = None,
 ) -> CycleCost:
     """Cycle of a chain: as measured phase by phase, by a measured curve, or by the model.
+
+    ``series``: which pass of a run that was measured; None, or none of its names = the first.
 
     Raises:
         ValueError: more drafts than the measured curve goes to, or a number out of range.
     """
     if measured.cycles and num_drafts + 1 == max(measured.cost_curve_ms):
-        return measured.cycles[0]
+        named = (c for c in measured.cycles if series and c.title.startswith(f"{series}: "))
+        return next(named, measured.cycles[0])
     title = f"{num_drafts} drafts, batch {batch}, {measured.about}"
     run = Run(num_drafts + 1, num_drafts, context, batch)
     if not measured.cost_curve_ms:

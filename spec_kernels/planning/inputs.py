@@ -115,7 +115,7 @@ def _series_of(record: Mapping[str, object]) -> dict[str, dict[str, list[float]]
 
 
 def read_training_log(
-    path: Path | str, series: str | None = None, num_cycles: int | None = None
+    path: Path | str, series: str | None = None, num_positions: int | None = None
 ) -> Acceptance:
     """The last accuracies by draft step in a training log of JSON lines.
 
@@ -127,7 +127,8 @@ def read_training_log(
     Args:
         series: which one; None = a held-out one (greedy, val, eval, test) if there is any, else
             the training batches'.
-        num_cycles: positions that the rates were counted over, if known.
+        num_positions: that the rates were counted over, if known. Chains of neighbours overlap, so
+            they count as that many cycles as cover them: positions / accept length.
 
     Raises:
         ValueError: no such accuracies, or some that cannot be; names file, line and field.
@@ -171,6 +172,13 @@ def read_training_log(
             notes.append(f"{path} also has the series {others} (--series)")
         if skipped:
             notes.append(f"{path}: {skipped} lines are no JSON objects, skipped")
+        num_cycles = None
+        if num_positions is not None:
+            count("read_training_log", "num_positions", num_positions)
+            num_cycles = max(1, round(num_positions / viability.accept_length(full)))
+            notes.append(
+                f"{num_positions} positions of a log overlap: taken as {num_cycles} cycles"
+            )
         return by_hand(full, f"{path}, {where}", num_cycles, tuple(notes))
     except ValueError as error:
         raise ValueError(f"{path}: {where}: {error}") from error

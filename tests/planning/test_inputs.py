@@ -38,9 +38,10 @@ def test_the_bundled_drafters_own_log():
     assert f"line {line}, greedy, full accuracy" in found.source
     assert any("also has the series training, temperature_0.8" in note for note in found.notes)
 
-    sampled = inputs.read_training_log(BUNDLED, "temperature_0.8", num_cycles=1180)
+    sampled = inputs.read_training_log(BUNDLED, "temperature_0.8", num_positions=1180)
     assert list(sampled.full_accuracy) == record["temperature_0.8_full_accuracy"]
-    assert sampled.num_cycles == 1180 and not sampled.accept_length.is_exact
+    assert sampled.num_cycles == round(1180 / record["temperature_0.8_accept_length"])
+    assert not sampled.accept_length.is_exact
 
     batches = inputs.read_training_log(BUNDLED, "training")
     assert list(batches.full_accuracy) == records[-1]["full_accuracy"]

@@ -164,6 +164,7 @@ def test_training_log(run):
     sampled = json.loads(run(*options, "--series", "temperature_0.8", "--counts", 1180, "--json"))
     length = sampled["predictions"][0]["accept_length"]
     assert 1.6 < length["low"] < length["value"] < length["high"] < 1.8
+    assert any("taken as 659 cycles" in line for line in sampled["assumptions"])
 
 
 def test_engine_log_that_knows_the_accept_length_alone(run, tmp_path):
