@@ -60,7 +60,9 @@ def isotonic(values: Sequence[float]) -> list[float]:
 class CostTable:
     """Milliseconds of one cycle by requests and nodes a request, the drafter's work included.
 
-    Values are smoothed to rise with the nodes and with the requests, and interpolated linearly.
+    A cycle costs what it costs with copies of the root in place of all drafts, and what as many
+    different tokens as there are add to that, whatever the rung. Both are smoothed to rise with
+    the nodes and with the requests, and interpolated linearly.
 
     Args:
         full: ``{(num_requests, nodes): ms}`` of cycles in which every request keeps all its nodes;
@@ -99,13 +101,16 @@ class CostTable:
                     raise ValueError(
                         f"cost table: {name}: expected positive milliseconds at {key}, got {ms}"
                     )
-        self._full = self._smoothed(full)
-        least = self._smoothed(evicted)
-        # A cycle of one node has nothing to evict, and copies never cost more than other tokens.
-        self._evicted = [
-            [row[0], *(min(a, b) for a, b in zip(least_row[1:], row[1:], strict=True))]
-            for row, least_row in zip(self._full, least, strict=True)
+        most, least = self._smoothed(full), self._smoothed(evicted)
+        # A cycle of one node has no copies, and copies never cost more than different tokens do.
+        self._copies = [
+            [row[0], *map(min, row[1:], below[1:])] for row, below in zip(most, least, strict=True)
         ]
+        self._added = [
+            isotonic([a - b for a, b in zip(row, below, strict=True)])
+            for row, below in zip(most, self._copies, strict=True)
+        ]
+        self._curves: dict[int, np.ndarray] = {}
 
     @classmethod
     def measure(
@@ -161,30 +166,37 @@ class CostTable:
         return {
             "buckets": self.buckets,
             "nodes": self.nodes,
-            "full": self._full,
-            "evicted": self._evicted,
+            "copies": self._copies,
+            "added": self._added,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, list]) -> CostTable:
-        grids = []
-        for name in ("full", "evicted"):
-            rows = zip(data["buckets"], data[name], strict=True)
-            grids.append(
-                {(b, n): ms for b, row in rows for n, ms in zip(data["nodes"], row, strict=True)}
-            )
-        return cls(*grids)
+        table = cls.__new__(cls)
+        table.buckets, table.nodes = list(data["buckets"]), list(data["nodes"])
+        table._copies = [list(row) for row in data["copies"]]
+        table._added = [list(row) for row in data["added"]]
+        table._curves = {}
+        return table
 
-    def ends(self, bucket: int, nodes: int) -> tuple[float, float]:
-        """Milliseconds of a cycle that keeps no draft, and of one that keeps them all."""
-        return self._at(self._evicted, bucket, nodes), self._at(self._full, bucket, nodes)
+    def copies(self, bucket: int, nodes: int) -> float:
+        """Milliseconds of a cycle of ``nodes`` that keeps no draft."""
+        return self._at(self._copies, bucket, nodes)
+
+    def added(self, bucket: int) -> np.ndarray:
+        """``[drafts + 1]`` float64: milliseconds that 0, 1, ... drafts of all requests add."""
+        if bucket not in self._curves:
+            drafts = range(bucket * (self.nodes[-1] - 1) + 1)
+            curve = [self._at(self._added, bucket, 1 + count / bucket) for count in drafts]
+            self._curves[bucket] = np.array(curve)
+        return self._curves[bucket]
 
     def cycle(self, bucket: int, nodes: int, num_drafts: int) -> float:
         """Milliseconds of a cycle in which all requests together keep ``num_drafts`` drafts."""
-        least, most = self.ends(bucket, nodes)
-        if nodes == 1:
-            return least
-        return least + (most - least) / (bucket * (nodes - 1)) * num_drafts
+        most = bucket * (nodes - 1)
+        if not 0 <= num_drafts <= most:
+            raise ValueError(f"cost table: num_drafts: expected 0 to {most}, got {num_drafts}")
+        return self.copies(bucket, nodes) + float(self.added(bucket)[num_drafts])
 
     def _smoothed(self, table: Mapping[tuple[int, int], float]) -> list[list[float]]:
         rows = [isotonic([float(table[b, n]) for n in self.nodes]) for b in self.buckets]
@@ -192,7 +204,7 @@ class CostTable:
             row[:] = [max(a, b) for a, b in zip(above, row, strict=True)]
         return rows
 
-    def _at(self, rows: list[list[float]], bucket: int, nodes: int) -> float:
+    def _at(self, rows: list[list[float]], bucket: int, nodes: float) -> float:
         low, high, share = _between(self.buckets, bucket, "requests")
         left, right, part = _between(self.nodes, nodes, "nodes")
 
@@ -202,7 +214,7 @@ class CostTable:
         return along(rows[low]) + (along(rows[high]) - along(rows[low])) * share
 
 
-def _between(points: list[int], at: int, what: str) -> tuple[int, int, float]:
+def _between(points: list[int], at: float, what: str) -> tuple[int, int, float]:
     """Neighbours of ``at`` and how far it is from the first to the second."""
     if not points[0] <= at <= points[-1]:
         raise ValueError(
@@ -311,7 +323,7 @@ class _Request:
         self.account = credit
         # Cycles without drafts since the last one with any, and after how many it is tried again.
         self.num_idle, self.interval = 0, interval
-        self.trial_left = 0
+        self.trial_left, self.trial_balance = 0, 0.0
         self.pending: deque[_Pending] = deque()
 
 
@@ -323,10 +335,9 @@ class Adapter:
     draft, corrected by how many the request accepted of those expected. What a request has not
     shown is taken from all requests, and what none has shown from the draft before.
 
-    A rung's best nodes are those whose expected tokens are worth their cost at the rate of the
-    whole: the drafts of all requests, best first, as long as tokens over cost rises (Dinkelbach's
-    condition). The rung with the highest rate is taken, unless the last one comes within ``margin``
-    of it.
+    For each rung and each number of drafts the likeliest ones of all requests are the best; of
+    these sets the one with the most expected tokens a millisecond is taken, unless the last rung
+    comes within ``margin`` of it.
 
     A request without drafts is tried again, with the nodes of rung 1, after ``interval`` cycles,
     then after twice as many, up to ``max_interval``; a trial goes on while it pays. A request also
@@ -488,8 +499,10 @@ class Adapter:
         cycle = request.pending.popleft()
         change = accepted - cycle.price + self.overhead * (1 + accepted)
         request.account = min(self.credit, request.account + change)
-        if cycle.is_trial and accepted > cycle.price:
-            request.trial_left, request.interval = self.trial_cycles, self.interval
+        if cycle.is_trial:
+            request.trial_balance += accepted - cycle.price
+            if request.trial_balance > 0:
+                request.trial_left = max(request.trial_left, 1)
         if num_kept:
             # What was seen long ago counts for less, but not for nothing: it is why drafts stopped.
             request.averages.fade(min(cycle.num_idle, int(self.memory)))
@@ -578,14 +591,13 @@ class Adapter:
         order = np.argsort(-free, axis=None, kind="stable")
         order = order[free.ravel()[order] > 0]
         where, what = order // self.num_drafts, order % self.num_drafts
-        num_forced = sum(forced)
+        num_forced, added = sum(forced), self.costs.added(bucket)
         rates, found = [], []
         for nodes in self.rungs[lowest:]:
             fits = what < nodes - 1
             tokens = np.cumsum(np.concatenate([[base], free.ravel()[order[fits]]]))
-            least, most = self.costs.ends(bucket, nodes)
-            each = (most - least) / (bucket * (nodes - 1)) if nodes > 1 else 0.0
-            rate = tokens / (least + each * (num_forced + np.arange(len(tokens))))
+            paid = added[num_forced : num_forced + len(tokens)]
+            rate = tokens / (self.costs.copies(bucket, nodes) + paid)
             count = int(rate.argmax())
             rates.append(float(rate[count]))
             found.append(where[fits][:count])
@@ -603,8 +615,10 @@ class Adapter:
             return []
         off = [r for r, count in zip(requests, kept, strict=True) if not count and r.account >= 0]
         trying = [r for r in off if r.trial_left or r.num_idle >= r.interval]
-        # Where nobody drafts, the first pays for the drafter: the others come along.
-        return off if trying and not any(kept) else trying
+        if trying and not any(kept):
+            # Whoever drafts alone pays for the drafter alone: those soon due come along.
+            return [r for r in off if r in trying or 2 * r.num_idle >= r.interval]
+        return trying
 
     def _charge(
         self,
@@ -615,16 +629,16 @@ class Adapter:
         bucket: int,
     ) -> None:
         """Notes what the cycle costs each request, in tokens of rung 0, and who is off."""
-        nodes = self.rungs[rung]
-        plain, _ = self.costs.ends(bucket, 1)
-        least, most = self.costs.ends(bucket, nodes)
+        plain = self.costs.copies(bucket, 1)
         token = plain / len(requests)
-        each = (most - least) / (bucket * (nodes - 1)) if nodes > 1 else 0.0
-        num_drafting = sum(1 for count in kept if count)
+        # Those who draft share what drafting costs, and what their drafts add by their number.
+        drafting = self.costs.copies(bucket, self.rungs[rung]) - plain
+        num_drafting, num_drafts = sum(1 for count in kept if count), sum(kept)
+        added = float(self.costs.added(bucket)[num_drafts])
         for request, count in zip(requests, kept, strict=True):
             price = 0.0
             if count:
-                price = ((least - plain) / num_drafting + each * count) / token
+                price = (drafting / num_drafting + added * count / num_drafts) / token
             is_trial = request in trying
             request.pending.append(_Pending(rung, 1 + count, price, is_trial, request.num_idle))
             if count:
@@ -632,7 +646,7 @@ class Adapter:
             else:
                 request.num_idle += 1
             if is_trial and not request.trial_left:
-                request.trial_left = self.trial_cycles
+                request.trial_left, request.trial_balance = self.trial_cycles, 0.0
                 request.interval = min(2 * request.interval, self.max_interval)
             if is_trial:
                 request.trial_left -= 1

@@ -104,14 +104,17 @@ def test_isotonic_rises_and_keeps_the_sum(values):
 
 
 def test_costs_are_interpolated_between_requests_nodes_and_kept_drafts():
-    full = {(1, 1): 2.0, (1, 5): 6.0, (3, 1): 4.0, (3, 5): 16.0}
-    evicted = {(1, 1): 2.0, (1, 5): 3.0, (3, 1): 4.0, (3, 5): 4.0}
+    full = {(1, 1): 2.0, (1, 2): 5.0, (1, 5): 6.0, (3, 1): 4.0, (3, 2): 10.0, (3, 5): 16.0}
+    evicted = {(1, 1): 2.0, (1, 2): 2.0, (1, 5): 3.0, (3, 1): 4.0, (3, 2): 4.0, (3, 5): 7.0}
     costs = CostTable(full, evicted)
-    assert costs.ends(1, 5) == (3.0, 6.0)
-    assert costs.ends(2, 3) == (pytest.approx(3.25), pytest.approx(7.0))
-    assert costs.cycle(1, 1, 0) == 2.0
-    assert costs.cycle(3, 5, 6) == pytest.approx(4.0 + 12.0 * 6 / 12)
-    assert CostTable(full).ends(3, 5) == (4.0, 16.0)
+    for (bucket, nodes), ms in full.items():
+        assert costs.cycle(bucket, nodes, bucket * (nodes - 1)) == pytest.approx(ms)
+        assert costs.copies(bucket, nodes) == evicted[bucket, nodes]
+    # Two of twelve drafts add as much in a cycle of five nodes as in one of two.
+    assert costs.cycle(3, 5, 2) == pytest.approx(7.0 + 6.0 * 2 / 3)
+    assert costs.copies(2, 2) == pytest.approx(3.0)
+    assert costs.cycle(2, 5, 8) == pytest.approx(11.0)
+    assert CostTable(full).copies(3, 5) == 4.0
 
 
 def test_measured_costs_are_the_least_and_rise():
@@ -124,7 +127,7 @@ def test_measured_costs_are_the_least_and_rise():
 
     costs = CostTable.measure(clock, [1], [1, 4], num_repeats=3)
     # Copies of the root measured dearer than real drafts are a fault of the measurement.
-    assert costs.ends(1, 4) == (2.0, 2.0)
+    assert costs.copies(1, 4) == costs.cycle(1, 4, 3) == 2.0
     assert costs.cycle(1, 1, 0) == 1.0
     assert calls[:3] == [(1, 1, 1), (1, 4, 1), (1, 4, 4)] and calls[3:6] == calls[:3]
 
@@ -133,7 +136,8 @@ def test_a_table_from_another_rank_is_the_same_to_the_bit():
     there = CostTable.from_dict(json.loads(json.dumps(MOE.as_dict())))
     for bucket in range(1, 9):
         for nodes in range(1, 9):
-            assert there.ends(bucket, nodes) == MOE.ends(bucket, nodes)
+            assert there.copies(bucket, nodes) == MOE.copies(bucket, nodes)
+        assert there.added(bucket).tolist() == MOE.added(bucket).tolist()
 
 
 @pytest.mark.parametrize(
@@ -154,9 +158,11 @@ def test_bad_tables_are_refused(full, evicted, message):
 
 def test_sizes_without_a_cost_are_refused():
     with pytest.raises(ValueError, match="requests: expected 1 to 8"):
-        MOE.ends(9, 1)
+        MOE.copies(9, 1)
     with pytest.raises(ValueError, match="nodes: expected 1 to 8"):
-        MOE.ends(1, 9)
+        MOE.copies(1, 9)
+    with pytest.raises(ValueError, match="num_drafts: expected 0 to 14"):
+        MOE.cycle(2, 8, 15)
 
 
 # ------------------------------------------------------------------------------------ the rule
