@@ -30,8 +30,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-import numpy as np
-
 FORMS = ("conditional", "cumulative")
 # (requests, nodes a request, nodes that each of them keeps) -> milliseconds of one cycle.
 CycleClock = Callable[[int, int, int], float]
@@ -110,7 +108,7 @@ class CostTable:
             isotonic([a - b for a, b in zip(row, below, strict=True)])
             for row, below in zip(most, self._copies, strict=True)
         ]
-        self._curves: dict[int, np.ndarray] = {}
+        self._curves: dict[int, list[float]] = {}
 
     @classmethod
     def measure(
@@ -183,12 +181,13 @@ class CostTable:
         """Milliseconds of a cycle of ``nodes`` that keeps no draft."""
         return self._at(self._copies, bucket, nodes)
 
-    def added(self, bucket: int) -> np.ndarray:
-        """``[drafts + 1]`` float64: milliseconds that 0, 1, ... drafts of all requests add."""
+    def added(self, bucket: int) -> list[float]:
+        """Milliseconds that 0, 1, ... drafts of all requests together add."""
         if bucket not in self._curves:
             drafts = range(bucket * (self.nodes[-1] - 1) + 1)
-            curve = [self._at(self._added, bucket, 1 + count / bucket) for count in drafts]
-            self._curves[bucket] = np.array(curve)
+            self._curves[bucket] = [
+                self._at(self._added, bucket, 1 + count / bucket) for count in drafts
+            ]
         return self._curves[bucket]
 
     def cycle(self, bucket: int, nodes: int, num_drafts: int) -> float:
@@ -196,7 +195,7 @@ class CostTable:
         most = bucket * (nodes - 1)
         if not 0 <= num_drafts <= most:
             raise ValueError(f"cost table: num_drafts: expected 0 to {most}, got {num_drafts}")
-        return self.copies(bucket, nodes) + float(self.added(bucket)[num_drafts])
+        return self.copies(bucket, nodes) + self.added(bucket)[num_drafts]
 
     def _smoothed(self, table: Mapping[tuple[int, int], float]) -> list[list[float]]:
         rows = [isotonic([float(table[b, n]) for n in self.nodes]) for b in self.buckets]
@@ -271,16 +270,12 @@ class _Averages:
         self.count, self.total = [0.0] * num_drafts, [0.0] * num_drafts
         self.expected = self.found = 0.0
 
-    def fade(self, num_cycles: int = 1) -> None:
-        keep = 1.0
-        for _ in range(num_cycles):
-            keep *= self._keep
-        self.count = [x * keep for x in self.count]
-        self.total = [x * keep for x in self.total]
-        self.expected *= keep
-        self.found *= keep
-
     def add(self, values: Sequence[float], expected: float, found: float) -> None:
+        """One cycle: ``values`` of the first drafts; ``found`` were accepted of ``expected``."""
+        self.count = [x * self._keep for x in self.count]
+        self.total = [x * self._keep for x in self.total]
+        self.expected *= self._keep
+        self.found *= self._keep
         for draft, value in enumerate(values):
             self.count[draft] += 1
             self.total[draft] += value
@@ -314,17 +309,26 @@ class _Pending:
     num_nodes_kept: int
     price: float
     is_trial: bool
-    num_idle: int
 
 
+@dataclasses.dataclass(eq=False)
 class _Request:
-    def __init__(self, num_drafts: int, memory: float, credit: float, interval: int):
-        self.averages = _Averages(num_drafts, memory)
-        self.account = credit
-        # Cycles without drafts since the last one with any, and after how many it is tried again.
-        self.num_idle, self.interval = 0, interval
-        self.trial_left, self.trial_balance = 0, 0.0
-        self.pending: deque[_Pending] = deque()
+    """``num_idle``: cycles without drafts since the last one with any; ``interval`` of them pass
+    before the next trial, of which ``trial_left`` cycles are to come and ``trial_balance`` is what
+    it brought in so far, in tokens, as is ``account``."""
+
+    averages: _Averages
+    account: float
+    interval: int
+    speculative: bool
+    num_idle: int = 0
+    trial_left: int = 0
+    trial_balance: float = 0.0
+    pending: deque[_Pending] = dataclasses.field(default_factory=deque)
+
+    @property
+    def may_draft(self) -> bool:
+        return self.speculative and self.account >= 0
 
 
 class Adapter:
@@ -420,12 +424,12 @@ class Adapter:
         self._requests: dict[Hashable, _Request] = {}
         self._rung: int | None = None
 
-    def join(self, request_id: Hashable) -> None:
+    def join(self, request_id: Hashable, speculative: bool = True) -> None:
+        """``speculative``: False for a request that only counts, since it waits for the others."""
         if request_id in self._requests:
             raise ValueError(f"adapter: join: request {request_id!r} is here already")
-        self._requests[request_id] = _Request(
-            self.num_drafts, self.memory, self.credit, self.interval
-        )
+        averages = _Averages(self.num_drafts, self.memory)
+        self._requests[request_id] = _Request(averages, self.credit, self.interval, speculative)
 
     def leave(self, request_id: Hashable) -> None:
         self._request("leave", request_id)
@@ -453,7 +457,7 @@ class Adapter:
         else:
             # A trial is no reason to stay where it leads.
             rung = self._rung = best
-        self._charge(requests, rung, kept, trying, bucket)
+        self._charge(requests, rung, kept, gains, trying, bucket)
         return Choice(rung, [1 + count for count in kept])
 
     def observe(
@@ -504,8 +508,6 @@ class Adapter:
             if request.trial_balance > 0:
                 request.trial_left = max(request.trial_left, 1)
         if num_kept:
-            # What was seen long ago counts for less, but not for nothing: it is why drafts stopped.
-            request.averages.fade(min(cycle.num_idle, int(self.memory)))
             self._learn(request, num_kept, [float(c) for c in confidences], accepted)
 
     # ------------------------------------------------------------------------------- estimates
@@ -528,30 +530,35 @@ class Adapter:
         for value in values[:judged]:
             expected += value
         for averages in (request.averages, self._everyone):
-            averages.fade()
             averages.add(values, expected, accepted)
 
-    def _gains(self, requests: list[_Request]) -> np.ndarray:
-        """``[requests, drafts]`` float64: the probability that each draft would be accepted."""
+    def _gains(self, requests: list[_Request]) -> list[list[float]]:
+        """For each request, the probability of each draft that it would be accepted."""
         common = self._common()
         # A chain's confidences were calibrated one by one.
         truth = self._everyone.truth() if self.form == "cumulative" else 1.0
-        gains = np.zeros((len(requests), self.num_drafts))
-        for row, request in zip(gains, requests, strict=True):
-            averages, scale = request.averages, request.averages.truth(truth)
-            before, gain = 1.0, 1.0
-            for draft, guess in enumerate(common):
-                if self.form == "conditional":
-                    if draft:
-                        guess = _shifted(guess, common[draft - 1], before)
-                    before = averages.shrunk(draft, guess)
-                    gain *= min(max(before * scale, _LEAST), _MOST)
-                else:
-                    if draft:
-                        guess *= before / common[draft - 1]
-                    before = max(averages.shrunk(draft, guess), _LEAST)
-                    gain = min(gain, before * scale)
-                row[draft] = gain
+        of_form = self._of_chain if self.form == "conditional" else self._of_tree
+        return [of_form(request.averages, common, truth) for request in requests]
+
+    def _of_chain(self, averages: _Averages, common: list[float], truth: float) -> list[float]:
+        scale, gains, gain, before = averages.truth(truth), [], 1.0, 1.0
+        for draft, guess in enumerate(common):
+            if draft:
+                guess = _shifted(guess, common[draft - 1], before)
+            before = averages.shrunk(draft, guess)
+            gain *= min(max(before * scale, _LEAST), _MOST)
+            gains.append(gain)
+        return gains
+
+    def _of_tree(self, averages: _Averages, common: list[float], truth: float) -> list[float]:
+        scale, gains, gain, before = averages.truth(truth), [], 1.0, 1.0
+        for draft, guess in enumerate(common):
+            if draft:
+                guess *= before / common[draft - 1]
+            before = max(averages.shrunk(draft, guess), _LEAST)
+            # A child is never likelier than its parent.
+            gain = min(gain, before * scale)
+            gains.append(gain)
         return gains
 
     def _common(self) -> list[float]:
@@ -569,7 +576,7 @@ class Adapter:
 
     def _best(
         self,
-        gains: np.ndarray,
+        gains: list[list[float]],
         requests: list[_Request],
         bucket: int,
         lowest: int,
@@ -580,40 +587,42 @@ class Adapter:
         ``forced`` drafts of each request are kept in any case.
         """
         forced = forced or [0] * len(requests)
-        base = float(len(requests))
-        free = gains.copy()
-        for row, request, count in zip(free, requests, forced, strict=True):
-            for gain in row[:count]:
-                base += float(gain)
-            if request.account < 0 or count:
-                row[:] = 0
-        # Stable: equal gains in order of request and node, parents before children.
-        order = np.argsort(-free, axis=None, kind="stable")
-        order = order[free.ravel()[order] > 0]
-        where, what = order // self.num_drafts, order % self.num_drafts
+        base, free = float(len(requests)), []
+        for i, (request, count) in enumerate(zip(requests, forced, strict=True)):
+            for gain in gains[i][:count]:
+                base += gain
+            if request.may_draft and not count:
+                free += [(-gain, i, draft) for draft, gain in enumerate(gains[i])]
+        # Likeliest first; equal ones in order of request and node, parents before children.
+        free.sort()
         num_forced, added = sum(forced), self.costs.added(bucket)
-        rates, found = [], []
+        found = []
         for nodes in self.rungs[lowest:]:
-            fits = what < nodes - 1
-            tokens = np.cumsum(np.concatenate([[base], free.ravel()[order[fits]]]))
-            paid = added[num_forced : num_forced + len(tokens)]
-            rate = tokens / (self.costs.copies(bucket, nodes) + paid)
-            count = int(rate.argmax())
-            rates.append(float(rate[count]))
-            found.append(where[fits][:count])
-        top = rates.index(max(rates))
+            copies, tokens, num = self.costs.copies(bucket, nodes), base, num_forced
+            best, best_num = tokens / (copies + added[num]), num
+            for loss, _, draft in free:
+                if draft < nodes - 1:
+                    tokens, num = tokens - loss, num + 1
+                    rate = tokens / (copies + added[num])
+                    if rate > best:
+                        best, best_num = rate, num
+            found.append((best, best_num - num_forced))
+        top = max(range(len(found)), key=lambda i: found[i][0])
         if self._rung is not None and self._rung >= lowest:
-            if rates[self._rung - lowest] * (1 + self.margin) >= rates[top]:
-                top = self._rung - lowest
-        chosen = np.bincount(found[top], minlength=len(requests)).tolist()
-        kept = [a + b for a, b in zip(forced, chosen, strict=True)]
+            last = self._rung - lowest
+            if found[last][0] * (1 + self.margin) >= found[top][0]:
+                top = last
+        kept = list(forced)
+        fitting = [i for _, i, draft in free if draft < self.rungs[lowest + top] - 1]
+        for i in fitting[: found[top][1]]:
+            kept[i] += 1
         return (lowest + top if any(kept) else 0), kept
 
     def _trying(self, requests: list[_Request], kept: list[int]) -> list[_Request]:
         """Requests without drafts that are to be tried in this cycle."""
         if len(self.rungs) == 1:
             return []
-        off = [r for r, count in zip(requests, kept, strict=True) if not count and r.account >= 0]
+        off = [r for r, count in zip(requests, kept, strict=True) if not count and r.may_draft]
         trying = [r for r in off if r.trial_left or r.num_idle >= r.interval]
         if trying and not any(kept):
             # Whoever drafts alone pays for the drafter alone: those soon due come along.
@@ -625,26 +634,29 @@ class Adapter:
         requests: list[_Request],
         rung: int,
         kept: list[int],
+        gains: list[list[float]],
         trying: list[_Request],
         bucket: int,
     ) -> None:
         """Notes what the cycle costs each request, in tokens of rung 0, and who is off."""
         plain = self.costs.copies(bucket, 1)
         token = plain / len(requests)
-        # Those who draft share what drafting costs, and what their drafts add by their number.
+        # What the drafts add is shared by their number, which is what a request could have spared,
+        # and what drafting costs by what was hoped for.
+        num_drafts, hopes = sum(kept), [0.0] * len(requests)
+        for i, count in enumerate(kept):
+            for gain in gains[i][:count]:
+                hopes[i] += gain
+        hope = sum(hopes)
         drafting = self.costs.copies(bucket, self.rungs[rung]) - plain
-        num_drafting, num_drafts = sum(1 for count in kept if count), sum(kept)
-        added = float(self.costs.added(bucket)[num_drafts])
-        for request, count in zip(requests, kept, strict=True):
+        added = self.costs.added(bucket)[num_drafts]
+        for i, (request, count) in enumerate(zip(requests, kept, strict=True)):
             price = 0.0
             if count:
-                price = (drafting / num_drafting + added * count / num_drafts) / token
+                price = (drafting * hopes[i] / hope + added * count / num_drafts) / token
             is_trial = request in trying
-            request.pending.append(_Pending(rung, 1 + count, price, is_trial, request.num_idle))
-            if count:
-                request.num_idle = 0
-            else:
-                request.num_idle += 1
+            request.pending.append(_Pending(rung, 1 + count, price, is_trial))
+            request.num_idle = 0 if count else request.num_idle + 1
             if is_trial and not request.trial_left:
                 request.trial_left, request.trial_balance = self.trial_cycles, 0.0
                 request.interval = min(2 * request.interval, self.max_interval)
