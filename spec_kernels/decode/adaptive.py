@@ -537,28 +537,15 @@ class Adapter:
         common = self._common()
         # A chain's confidences were calibrated one by one.
         truth = self._everyone.truth() if self.form == "cumulative" else 1.0
-        of_form = self._of_chain if self.form == "conditional" else self._of_tree
-        return [of_form(request.averages, common, truth) for request in requests]
-
-    def _of_chain(self, averages: _Averages, common: list[float], truth: float) -> list[float]:
-        scale, gains, gain, before = averages.truth(truth), [], 1.0, 1.0
-        for draft, guess in enumerate(common):
-            if draft:
-                guess = _shifted(guess, common[draft - 1], before)
-            before = averages.shrunk(draft, guess)
-            gain *= min(max(before * scale, _LEAST), _MOST)
-            gains.append(gain)
-        return gains
-
-    def _of_tree(self, averages: _Averages, common: list[float], truth: float) -> list[float]:
-        scale, gains, gain, before = averages.truth(truth), [], 1.0, 1.0
-        for draft, guess in enumerate(common):
-            if draft:
-                guess *= before / common[draft - 1]
-            before = max(averages.shrunk(draft, guess), _LEAST)
-            # A child is never likelier than its parent.
-            gain = min(gain, before * scale)
-            gains.append(gain)
+        gains = []
+        for request in requests:
+            averages, scale, gain = request.averages, request.averages.truth(truth), 1.0
+            gains.append([])
+            for draft, guess in enumerate(common):
+                value = min(max(averages.shrunk(draft, guess) * scale, _LEAST), _MOST)
+                # A node of a tree is never likelier than those before it.
+                gain = gain * value if self.form == "conditional" else min(gain, value)
+                gains[-1].append(gain)
         return gains
 
     def _common(self) -> list[float]:
@@ -623,11 +610,7 @@ class Adapter:
         if len(self.rungs) == 1:
             return []
         off = [r for r, count in zip(requests, kept, strict=True) if not count and r.may_draft]
-        trying = [r for r in off if r.trial_left or r.num_idle >= r.interval]
-        if trying and not any(kept):
-            # Whoever drafts alone pays for the drafter alone: those soon due come along.
-            return [r for r in off if r in trying or 2 * r.num_idle >= r.interval]
-        return trying
+        return [r for r in off if r.trial_left or r.num_idle >= r.interval]
 
     def _charge(
         self,
@@ -669,10 +652,3 @@ class Adapter:
         if request_id not in self._requests:
             raise ValueError(f"adapter: {call}: request {request_id!r} has not joined")
         return self._requests[request_id]
-
-
-def _shifted(value: float, before: float, now: float) -> float:
-    """``value`` with its odds moved as far as those of ``before`` were to become ``now``."""
-    now = min(max(now, _LEAST), _MOST)
-    odds = value / (1 - value) * (now / (1 - now)) / (before / (1 - before))
-    return odds / (1 + odds)
