@@ -24,7 +24,6 @@ __all__ = [
     "cost_curve",
     "cycle_cost",
     "draft_step_ms",
-    "report",
 ]
 
 READS = ("once", "each")
@@ -177,21 +176,6 @@ def chain_costs(
     return grid
 
 
-def report(target: TargetShape, drafter: DrafterShape, costs: Measurements, run: Run) -> list[str]:
-    """Lines of text: measured cycles, if any, then plain step and cycle of ``run`` by the model."""
-    lines = [f"Figures: {costs.about}"]
-    for cycle in costs.cycles:
-        lines += ["", *cycle.table()]
-    plain = replace(run, num_nodes=1, draft_steps=0)
-    about = f"context {run.context}, batch {run.batch}"
-    for title, one in (
-        (f"Plain step, {about}", plain),
-        (f"Cycle, {run.num_nodes} tokens verified, {run.draft_steps} draft steps, {about}", run),
-    ):
-        lines += ["", *cycle_cost(target, costs, one, drafter, title).table()]
-    return lines
-
-
 # Parts.
 
 
@@ -290,8 +274,8 @@ def _launches(
 ) -> CyclePart:
     """By how much the host's launching takes longer than the device's work.
 
-    Its ends are matched with those of the work (both short, both long), so that the cycle's ends
-    are those of the longer of the two.
+    Its ends match those of the work (both short, both long), so that what makes the work longer
+    does not make the cycle longer twice.
     """
     num, each = _kernels(target, costs, run.draft_steps), costs.rates["eager_us"]
     host = product(num, each, "modelled", "host").times(1e-3)

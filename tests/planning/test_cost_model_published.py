@@ -6,7 +6,7 @@ import pytest
 
 from spec_kernels.comm.simulator import boxes
 from spec_kernels.planning import published
-from spec_kernels.planning.cost_model import Run, cycle_cost, report
+from spec_kernels.planning.cost_model import Run, cycle_cost
 from spec_kernels.planning.measurements import defaults
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
 
@@ -45,6 +45,15 @@ def test_two_points_set_a_rate_and_come_out_exactly():
         assert row.residual == pytest.approx(0, abs=0.01)
     assert {q.label for q in published.fits().values()} == {"fitted"}
     assert published.engine("vllm, plain").rates["kernel_us"] == published.fits()["kernel_us"]
+
+
+def test_ours_allows_for_other_numbers_of_kernels_than_the_fit_supposed():
+    fitted = published.fits()["kernel_us"]
+    ours = published.predicted_costs().rates["kernel_us"]
+    assert (ours.value, ours.low, ours.high) == pytest.approx(
+        (fitted.value, fitted.low * 30 / 40, fitted.high * 30 / 20)
+    )
+    assert ours.label == "fitted"
 
 
 def test_a_fit_follows_its_point():
@@ -169,9 +178,8 @@ def test_unknown_points_are_refused():
         published.point("x")
 
 
-def test_the_report_shows_plain_step_and_cycle():
-    lines = report(kimi_k25(), kimi_k25_drafter(), defaults(), Run(3, 2, 1024))
-    text = "\n".join(lines)
-    assert "Plain step, context 1024, batch 1" in text
-    assert "Cycle, 3 tokens verified, 2 draft steps" in text
-    assert sum(line.startswith("total") for line in lines) == 2
+def test_no_graph_is_in_the_thirty_milliseconds_for_certain():
+    p = published.point(published.CASE)
+    costs = published.engine(p.engine)
+    captured = cycle_cost(kimi_k25(), costs, replace(p.run, graph=True), kimi_k25_drafter())
+    assert captured.interval()[1] < p.ms
