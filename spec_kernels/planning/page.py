@@ -38,10 +38,10 @@ def render(answer: Answer) -> str:
         f"<style>{_STYLE}</style></head>",
         "<body>",
         f"<h1>{_TITLE}</h1>",
-        f"<pre>{html.escape(words)}</pre>",
+        f"<pre>{html.escape(words, quote=False)}</pre>",
         f'<div class="pair">{"".join(pair)}</div>',
         *rest,
-        f"<pre>{html.escape(tables)}</pre>",
+        f"<pre>{html.escape(tables, quote=False)}</pre>",
         "</body>",
         "</html>",
     ]

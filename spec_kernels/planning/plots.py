@@ -211,9 +211,9 @@ def draw_map(axes, answer: Answer) -> None:
     wanted = [(t, f"{t:g}", "-") for t in answer.targets]
     if answer.plain_tok_s is not None:
         wanted.append((answer.plain_tok_s, f"plain {answer.plain_tok_s:.3g}", "--"))
-    for (speed, text, dash), height in zip(wanted, _heights(len(wanted)), strict=True):
-        _speed_line(axes, answer, p, ms, speed, text, dash, height)
     drafter = _drafter(answer)
+    for (speed, text, dash), height in zip(wanted, _heights(len(wanted)), strict=True):
+        _speed_line(axes, answer, p, ms, speed, text, dash, height, drafter)
     if drafter is not None:
         axes.plot(
             [drafter] * len(answer.predictions),
@@ -232,8 +232,8 @@ def _heights(count: int) -> list[float]:
     return [0.25 + 0.5 * (i + 0.5) / count for i in range(count)]
 
 
-def _speed_line(axes, answer, p, ms, speed, text, dash, height) -> None:
-    """Where ``speed`` is reached: cycle time = tokens / speed."""
+def _speed_line(axes, answer, p, ms, speed, text, dash, height, drafter) -> None:
+    """Where ``speed`` is reached: cycle time = tokens / speed. The label is not at ``drafter``."""
     lengths = viability.chain_accept_length(p, answer.num_drafts)
     times = 1e3 * answer.batch * lengths / speed
     inside = (times >= ms[0]) & (times <= ms[-1])
@@ -241,7 +241,10 @@ def _speed_line(axes, answer, p, ms, speed, text, dash, height) -> None:
         return
     axes.plot(p, times, color="white", linewidth=1.6, linestyle=dash, clip_on=True)
     low, high = times[inside][0], times[inside][-1]
-    at = int(np.abs(times - (low + height * (high - low))).argmin())
+    distances = np.abs(times - (low + height * (high - low)))
+    if drafter is not None:
+        distances[np.abs(p - drafter) < 0.13] = np.inf
+    at = int(distances.argmin())
     axes.text(
         p[at], times[at], text, fontsize=8, ha="center", va="center", color="black",
         bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},

@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib", reason="matplotlib (the extra plots) is missin
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 DRAFTER = by_hand((0.742, 0.47, 0.29, 0.15, 0.097), num_cycles=300)
@@ -111,6 +112,10 @@ def test_no_text_covers_another(answer, monkeypatch):
         wide = min(a.x1, b.x1) - max(a.x0, b.x0)
         high = min(a.y1, b.y1) - max(a.y0, b.y0)
         assert wide <= 1 or high <= 1, (one, other)
+    for line in figure.findobj(lambda x: isinstance(x, Line2D) and x.get_marker() in ("o", "D")):
+        for x, y in line.get_transform().transform(line.get_xydata()):
+            for text, box in boxes:
+                assert not (box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1), text
 
 
 def test_lines_are_the_formulas(answer):
