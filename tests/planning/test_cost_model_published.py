@@ -1,15 +1,19 @@
 """The cost model against published cycle times, and what it predicts."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from spec_kernels.comm.simulator import boxes
 from spec_kernels.planning import published
-from spec_kernels.planning.cost_model import Run, cycle_cost
+from spec_kernels.planning.cost_model import Run, cost_curve, cycle_cost
 from spec_kernels.planning.measurements import defaults
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/planning.md"
 BY_NAME = {row.point.name: row for row in published.comparisons()}
 TESTS = [row for row in published.comparisons() if not row.point.sets]
 
@@ -183,3 +187,32 @@ def test_no_graph_is_in_the_thirty_milliseconds_for_certain():
     costs = published.engine(p.engine)
     captured = cycle_cost(kimi_k25(), costs, replace(p.run, graph=True), kimi_k25_drafter())
     assert captured.interval()[1] < p.ms
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/planning.md: not in a source tree")
+def test_the_documentation_shows_what_the_model_says():
+    text = PAGE.read_text()
+    section = text[text.index("## Where a cycle's time goes") :]
+    then = published.modelled(published.point(published.CASE))
+    launches = re.search(
+        r"take ([\d.]+) ms, .* works ([\d.]+) ms", then.part("launches, not hidden").source
+    )
+    for figure in launches.groups():
+        assert f"{figure} ms" in section
+    captured = cycle_cost(
+        kimi_k25(),
+        published.engine("case, verify"),
+        replace(published.point(published.CASE).run, graph=True),
+        kimi_k25_drafter(),
+    )
+    assert f"{captured.total:.1f} ms, and {captured.interval()[1]:.1f} with" in " ".join(
+        section.split()
+    )
+    assert f"{published.fits()['attention_one_gb_s'].value:.0f} GB/s" in section
+    assert "\n".join(published.comparison_table()) in section
+    sizes = (1, 2, 3, 4, 8, 16, 32, 64)
+    curve = cost_curve(kimi_k25(), published.predicted_costs(), sizes)
+    assert "ms     " + "".join(f"{ms:6.1f}" for ms in curve.values()) in section
+    (example,) = re.findall(r"```json\n(.*?)```", section, re.S)
+    costs = defaults().updated(json.loads(example))
+    assert costs.allreduce_us[57344].high == 17.0
