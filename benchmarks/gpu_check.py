@@ -288,6 +288,7 @@ def launches(device: str = "cuda", count=num_kernels) -> Row:
         functions["verify layer, context 32"] = (LAYER_LAUNCHES - 1, _kimi_layer(device, 32, 4))
     for op in (
         "tree_build",
+        "draft_sample",
         "tree_verify",
         "tree_verify_compact",
         "compact",

@@ -79,7 +79,7 @@ void tree_verify_compact(Tensor logits, Tensor tokens, Tensor first_child, Tenso
   const auto kernel = args.verify.dtype == Float::kBf16 ? &tree_verify_compact_kernel<Float::kBf16>
                                                         : &tree_verify_compact_kernel<Float::kF32>;
   launch_kernel(kOp, kernel, one_block_each(kOp, "logits", args.verify.batch),
-                walk_block(args.verify), sizeof(BlockState), stream, p);
+                row_block(args.verify.vocab, args.verify.dtype), sizeof(BlockState), stream, p);
   launch_moves(plan, next, stream);
   check.finish([&](const Fault& f) {
     if (f.code < kCount) refuse(kOp, f);

@@ -32,8 +32,9 @@ void tree_verify(Tensor logits, Tensor tokens, Tensor first_child, Tensor next_s
   const FaultCheck check(kOp, stream);
   const auto kernel = args.dtype == Float::kBf16 ? &tree_verify_kernel<Float::kBf16>
                                                  : &tree_verify_kernel<Float::kF32>;
-  launch_kernel(kOp, kernel, one_block_each(kOp, "logits", args.batch), walk_block(args),
-                sizeof(BlockState), stream, args, check.record());
+  launch_kernel(kOp, kernel, one_block_each(kOp, "logits", args.batch),
+                row_block(args.vocab, args.dtype), sizeof(BlockState), stream, args,
+                check.record());
   check.finish([](const Fault& fault) { refuse(kOp, fault); });
 }
 

@@ -197,6 +197,38 @@ struct Stream {
     for (; t < last; ++t) one(t, f);
   }
 
+  // Calls f(value, id) for this lane's elements; where no id is, with one outside [0, size).
+  template <class F>
+  __device__ __forceinline__ void each_value(Part part, const F& f) const {
+    for (int t = part.first; t < part.last; ++t) {
+      int id = t * kTile + lane_id() * kVec - shift;
+      uint4 raw = fetch(id + shift);
+      // A word at a time: what is done with a value is long, and there are many such loops.
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j) {
+        float v[kPerWord];
+        unpack(raw.x, v);
+#pragma unroll
+        for (int i = 0; i < kPerWord; ++i, ++id) f(v[i], id);
+        raw = make_uint4(raw.y, raw.z, raw.w, 0);
+      }
+    }
+  }
+
+  // Calls f(value, id) for the greatest value of each of this lane's vectors, with an id at or
+  // before the first that has it. A NaN is no value: no comparison takes it for one.
+  template <class F>
+  __device__ __forceinline__ void each_greatest(Part part, const F& f) const {
+    each<4>(part.first, part.last, [&](int u, const float(&v)[kVec]) {
+      float m = value_of_key(kLeastKey);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        m = v[j] > m || (v[j] != v[j] && mutant("tree_verify_nan")) ? v[j] : m;
+      }
+      f(m, max(u - shift, 0));
+    });
+  }
+
  private:
   template <class F>
   __device__ __forceinline__ void one(int tile, const F& f) const {
@@ -211,6 +243,64 @@ __device__ inline float float_at(const void* row, Float kind, int64_t i) {
   return kind == Float::kBf16
              ? Math::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(row)[i]) << 16)
              : static_cast<const float*>(row)[i];
+}
+
+// A thread's greatest value and the block's; `place` is an id at or before the first that has the
+// latter, with none of another vector between.
+struct Greatest {
+  uint32_t own_key, key;
+  float value;
+  int place;
+};
+
+// `each(take)` calls take(value, id) for this lane's part of the row, ids ascending.
+template <class Each>
+__device__ __forceinline__ Greatest find_greatest(BlockSums& s, const Each& each) {
+  float best = value_of_key(kLeastKey);
+  int where = 0;
+  each([&](float v, int id) {
+    if (v > best) {  // strictly: of equal values the first stays
+      best = v;
+      where = id;
+    }
+  });
+  const uint64_t found = block_max(s, rank_of(best, where));
+  const uint32_t key = static_cast<uint32_t>(found >> 32);
+  return {key_of(best), key, value_of_key(key), ranked_id(static_cast<uint32_t>(found))};
+}
+
+// The n-th greatest of the threads' keys; 0 if there are fewer threads. A lower bound of the n-th
+// greatest key of the row, of which hardly more than n are above it.
+__device__ __forceinline__ uint32_t nth_greatest(uint32_t own_key, int n) {
+  uint32_t bound = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    const uint32_t higher = bound | 1u << bit;
+    if (__syncthreads_count(own_key >= higher) >= n) bound = higher;
+  }
+  return bound;
+}
+
+// Bitonic, greatest entry first; the list has room for the next power of two.
+__device__ __forceinline__ void sort_list(uint64_t* list, int num_listed) {
+  int padded = 1;
+  while (padded < num_listed) padded *= 2;
+  const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
+  __syncthreads();
+  for (int i = num_listed + thread; i < padded; i += num_threads) list[i] = 0;
+  for (int size = 2; size <= padded; size *= 2) {
+    for (int step = size / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int i = thread; i < padded / 2; i += num_threads) {
+        const int x = i / step * 2 * step + i % step, y = x + step;
+        const uint64_t a = list[x], b = list[y];
+        if ((a < b) == ((x & size) == 0)) {
+          list[x] = b;
+          list[y] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
 }
 
 struct Found {
@@ -240,7 +330,7 @@ class NodeRow {
     list_ = List::kNone;
     weighed_ = Weighed::kTarget;
     num_rejected_ = 0;
-    find_greatest();
+    find_greatest_value();
   }
 
   __device__ __forceinline__ int64_t greedy() const {
@@ -362,39 +452,19 @@ class NodeRow {
     return edited(float_at(row_.base, kKind, id + row_.shift), id);
   }
 
-  __device__ __forceinline__ static float greatest_of(const float (&v)[kVec]) {
-    float m = value_of_key(kLeastKey);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      m = v[j] > m || (v[j] != v[j] && mutant("tree_verify_nan")) ? v[j] : m;
-    }
-    return m;
-  }
-
-  // This thread's greatest value and the block's; of the latter also an id at or before the first
-  // that has it, with none of another vector between.
-  __device__ __forceinline__ void find_greatest() {
-    float best = value_of_key(kLeastKey);
-    int where = 0;
+  __device__ __forceinline__ void find_greatest_value() {
     const Part part = own_share(0, row_.num_tiles());
-    const auto take = [&](float v, int id) {
-      if (v > best) {  // strictly: of equal values the first stays
-        best = v;
-        where = id;
+    const Greatest found = find_greatest(s_.sums, [&](const auto& take) {
+      if (bias_ || allowed_) {
+        each_value(part, take);
+      } else {
+        row_.each_greatest(part, take);
       }
-    };
-    if (bias_ || allowed_) {
-      each_value(part, take);
-    } else {
-      row_.template each<4>(part.first, part.last, [&](int u, const float(&v)[kVec]) {
-        take(greatest_of(v), max(u - row_.shift, 0));
-      });
-    }
-    own_key_ = key_of(best);
-    const uint64_t found = block_max(s_.sums, rank_of(best, where));
-    greatest_key_ = static_cast<uint32_t>(found >> 32);
-    greatest_ = value_of_key(greatest_key_);
-    greatest_place_ = ranked_id(static_cast<uint32_t>(found));
+    });
+    own_key_ = found.own_key;
+    greatest_key_ = found.key;
+    greatest_ = found.value;
+    greatest_place_ = found.place;
   }
 
   __device__ __forceinline__ int num_tiles() const {
@@ -426,19 +496,7 @@ class NodeRow {
 
   template <class F>
   __device__ __forceinline__ void each_value(Part part, const F& f) const {
-    for (int t = part.first; t < part.last; ++t) {
-      int id = t * Values::kTile + lane_id() * kVec - row_.shift;
-      uint4 raw = row_.fetch(id + row_.shift);
-      // A word at a time: what is done with a value is long, and there are many such loops.
-#pragma unroll 1
-      for (int j = 0; j < 4; ++j) {
-        float v[Values::kPerWord];
-        Values::unpack(raw.x, v);
-#pragma unroll
-        for (int i = 0; i < Values::kPerWord; ++i, ++id) f(edited(v[i], id), id);
-        raw = make_uint4(raw.y, raw.z, raw.w, 0);
-      }
-    }
+    row_.each_value(part, [&](float v, int id) { f(edited(v, id), id); });
   }
 
   // ---- Weights.
@@ -533,7 +591,7 @@ class NodeRow {
         } else {
           if (gather(in.low, in.high) > kListCapacity) continue;
           list_ = List::kByRank;
-          sort_list();
+          sort_list(s_.list, num_listed_);
         }
       }
       const bool ties = weighed_ == Weighed::kTies;
@@ -566,17 +624,10 @@ class NodeRow {
   // `target`. False if there is no bound to be had.
   __device__ __forceinline__ bool bound_best(bool by_weight, uint64_t target, Interval& in) const {
     if (row_.size <= kListCapacity) return true;
-    // The greatest values of the threads are values of the row, so the n-th of them is a lower
-    // bound of the n-th best; hardly more than n values are above it.
     const int num_threads = static_cast<int>(blockDim.x);
     const uint64_t wanted = by_weight ? static_cast<uint64_t>(num_threads / 4) : target;
     if (wanted > static_cast<uint64_t>(num_threads) * 3 / 4) return false;
-    uint32_t bound = 0;
-    for (int bit = 31; bit >= 0; --bit) {
-      const uint32_t higher = bound | 1u << bit;
-      if (__syncthreads_count(own_key_ >= higher) >= static_cast<int>(wanted)) bound = higher;
-    }
-    in.low = max(bound, kLeastKey + 1);
+    in.low = max(nth_greatest(own_key_, static_cast<int>(wanted)), kLeastKey + 1);
     return true;
   }
 
@@ -604,30 +655,7 @@ class NodeRow {
       s_.list[i] = s_.list[i] << 32 | s_.list[i] >> 32;
     }
     list_ = List::kById;
-    sort_list();
-  }
-
-  // Bitonic, greatest entry first.
-  __device__ __forceinline__ void sort_list() {
-    int padded = 1;
-    while (padded < num_listed_) padded *= 2;
-    const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
-    __syncthreads();
-    for (int i = num_listed_ + thread; i < padded; i += num_threads) s_.list[i] = 0;
-    for (int size = 2; size <= padded; size *= 2) {
-      for (int step = size / 2; step > 0; step /= 2) {
-        __syncthreads();
-        for (int i = thread; i < padded / 2; i += num_threads) {
-          const int x = i / step * 2 * step + i % step, y = x + step;
-          const uint64_t a = s_.list[x], b = s_.list[y];
-          if ((a < b) == ((x & size) == 0)) {
-            s_.list[x] = b;
-            s_.list[y] = a;
-          }
-        }
-      }
-    }
-    __syncthreads();
+    sort_list(s_.list, num_listed_);
   }
 
   // Narrows the interval to keys at which the amount reaches `target` and of which the list takes
@@ -744,8 +772,8 @@ __device__ __forceinline__ int64_t walk_request(const TreeVerifyArgs& a, int64_t
 
 // A vector for each thread at least: more threads would only wait at barriers. find_tile() needs
 // two warps.
-inline dim3 walk_block(const TreeVerifyArgs& a) {
-  const int64_t vectors = a.vocab * float_size(a.dtype) / 16 + 1;
+inline dim3 row_block(int64_t vocab, Float dtype) {
+  const int64_t vectors = vocab * float_size(dtype) / 16 + 1;
   const int64_t num_warps =
       std::clamp<int64_t>((vectors + kWarp - 1) / kWarp, 2, kMaxThreads / kWarp);
   return dim3(static_cast<unsigned>(num_warps * kWarp));

@@ -23,6 +23,7 @@ VOCAB = 163840
 # Floats that an op moves, or rounds once: right to the bit.
 EXACT = {
     "compact": ("caches", "rows"),
+    "draft_sample": ("confidence", "probs"),
     "hidden_capture": ("residual", "capture"),
     "tree_verify_compact": ("caches", "rows"),
 }
@@ -188,6 +189,25 @@ def _merge_states(full: bool, seed: int = 0) -> Iterator[Call]:
             lses[:, 0, 0], outs[:, 0, 0] = -torch.inf, torch.nan  # nothing at all
             name = f"{parts} parts of {[2, rows, heads, dim]}, {_short(dtype)}"
             yield Call("merge_states", name, (outs, lses, _poison(outs[0]), _poison(lses[0])))
+
+
+def _draft_sample(full: bool, seed: int = 0) -> Iterator[Call]:
+    shapes = [(301, 310, 2, 3), (40, 40, 1, 1)]
+    shapes += [(32000, VOCAB, 4, 4), (VOCAB, VOCAB, 1, 1), (VOCAB, VOCAB, 10, 10)] if full else []
+    for vocab, num_ids, num_rows, width in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            for draws in (False, True):
+                g = torch.Generator().manual_seed(seed)
+                logits = torch.randn(4, num_rows, vocab, generator=g).mul(2.5).to(dtype)
+                ids = torch.randperm(num_ids, generator=g)[:vocab]
+                lens = torch.tensor([5, 1000, -1, 0])  # the third is padding
+                warm = torch.tensor([0.8, 0.0, 1.0, 1.5])  # the second is greedy
+                given = (warm, torch.arange(4) + seed) if draws else (None, None)
+                tokens = poisoned(4, num_rows, width, dtype=torch.int64)
+                probs = torch.zeros(4, num_rows, num_ids) if draws else None
+                args = (logits, ids, lens, 2, *given, tokens, _poison(tokens.float()), probs)
+                name = f"{width} of {vocab} ids x {num_rows}, {_short(dtype)}"
+                yield Call("draft_sample", f"{name}{', drawn' if draws else ''}", args)
 
 
 def sampled_logits(
@@ -399,6 +419,7 @@ def _short(dtype: torch.dtype) -> str:
 # seeds differ in their values alone.
 CALLS: dict[str, Callable[..., Iterator[Call]]] = {
     "tree_build": _tree_build,
+    "draft_sample": _draft_sample,
     "tree_attention": lambda full, seed=0: _attention("gqa", full, seed),
     "tree_attention_mla": lambda full, seed=0: _attention("mla", full, seed),
     "merge_states": _merge_states,

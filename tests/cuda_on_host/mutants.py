@@ -64,6 +64,16 @@ MUTANTS = {
     "compact_barrier": ("compact", "test_case_07_rows_0_3_4_5_come_to_the_front_in_every_layer", 1),
     "compact_descending": ("compact", "test_any_path_any_overlap", 0),
     "compact_padding": ("compact", "test_case_05_padding_moves_nothing", 0),
+    "draft_sample_barrier": ("draft_sample", "test_the_tokens_are_those_of_the_rule", 1),
+    "draft_sample_ordinal": ("draft_sample", "test_the_tokens_are_those_of_the_rule", 0),
+    "draft_sample_overflow": ("draft_sample", "test_more_ties_than_any_list_takes", 0),
+    "draft_sample_padding": (
+        "draft_sample",
+        "test_case_05_padded_and_greedy_requests_leave_probs",
+        0,
+    ),
+    "draft_sample_replacement": ("draft_sample", "test_many_draws", 0),
+    "draft_sample_scatter": ("draft_sample", "test_q_is_the_softmax_at_the_target_ids", 0),
     "hidden_capture_barrier": ("hidden_capture", "test_rows_do_not_depend_on_each_other", 3),
     "hidden_capture_before": (
         "hidden_capture",

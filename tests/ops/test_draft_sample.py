@@ -23,7 +23,7 @@ from spec_kernels.testing.compare import (
     value_out_of_range,
 )
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "cuda_on_host")
 
 
 def randn(*shape, seed=0, scale=1.0):
@@ -69,6 +69,29 @@ def test_ties_go_to_the_lower_draft_id(backend):
     logits[0, 1] = torch.where(torch.arange(300) % 2 == 0, 0.0, -0.0)
     tokens, _ = draft_sample(logits, None, lens(0), 1, 5, backend=backend)
     assert tokens[0].tolist() == [[7, 150, 151, 0, 1], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("num_drafts", [2, 60, 1024])
+def test_more_ties_than_any_list_takes(backend, num_drafts):
+    """And more drafts than threads have greatest values; the last one has fewer values still."""
+    logits = torch.full((1, 3, 5000), -3.0)
+    logits[0, 0, 4990] = 7.0
+    logits[0, 1] = torch.where(torch.arange(5000) % 3 == 0, -math.inf, 1.0)
+    logits[0, 2, 20:] = math.nan
+    tokens, _ = draft_sample(logits, None, lens(0), 1, num_drafts, backend=backend)
+    assert tokens[0, 0].tolist() == [4990, *range(num_drafts - 1)]
+    assert tokens[0, 1].tolist() == [i for i in range(5000) if i % 3][:num_drafts]
+    assert tokens[0, 2].tolist() == list(range(num_drafts))
+
+
+def test_many_draws(backend):
+    """As many as there are tokens: each is drawn once."""
+    logits = randn(1, 1, 70, scale=2)
+    chosen = drawing(1, 1, 70)
+    tokens, confidence = draft_sample(logits, None, lens(0), 1, 70, **chosen, backend=backend)
+    assert sorted(tokens[0, 0].tolist()) == list(range(70))
+    assert (confidence[0, 0].diff() <= 0).all()
+    assert confidence[0, 0, -1] == chosen["probs"][0, 0, tokens[0, 0, -1]]
 
 
 def test_target_ids_name_the_tokens(backend):
@@ -178,9 +201,14 @@ def test_q_is_the_softmax_at_the_target_ids(backend, dtype, temperature):
     assert confidence[..., 0].equal(q.amax(-1))
 
 
+def num_trials(backend):
+    """An emulated thread takes longer than a kernel."""
+    return 2000 if backend == "cuda_on_host" else 20000
+
+
 def test_draws_follow_q(backend):
-    """20000 seeds: each ordered pair of two draws as often as the rule without replacement has."""
-    num = 20000
+    """Over seeds, each ordered pair of two draws as often as the rule without replacement has."""
+    num = num_trials(backend)
     row = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.1]).log()
     chosen = drawing(num, 1, 5)
     tokens, _ = draft_sample(
@@ -243,7 +271,7 @@ def test_confidence_does_not_look_at_the_draw_itself(backend):
 
 def test_case_14_verification_of_what_was_drawn_leaves_the_targets_distribution(backend):
     """One draft drawn from q, accepted by p / q: the emitted token follows p."""
-    num, vocab = 20000, 4
+    num, vocab = num_trials(backend), 4
     p, q = torch.tensor([0.6, 0.2, 0.1, 0.1]), torch.tensor([0.7, 0.2, 0.05, 0.05])
     probs = torch.zeros(num, 2, vocab)
     context, seeds, warm = torch.zeros(num, dtype=torch.int64), torch.arange(num), torch.ones(num)
@@ -257,7 +285,7 @@ def test_case_14_verification_of_what_was_drawn_leaves_the_targets_distribution(
         p.log().expand(num, 2, vocab), tree.tokens, tree.first_child, tree.next_sibling, context,
         temperature=warm, seeds=seeds, draft_probs=probs,
     )  # fmt: skip
-    assert float(got.num_accepted.double().mean()) == pytest.approx(0.9, abs=0.011)
+    assert float(got.num_accepted.double().mean()) == pytest.approx(0.9, abs=1.5 / num**0.5)
     share = got.tokens[:, 0].bincount(minlength=vocab) / num
     assert ((share - p).abs() <= 5 * (p / num).sqrt()).all()
 
@@ -279,10 +307,11 @@ def mixed(seed=0, vocab=300, num_ids=310):
     }
 
 
-def test_case_05_padded_and_greedy_requests_leave_probs(backend):
+@pytest.mark.parametrize("length, temperature", [(-1, 1.0), (-(2**63), math.nan)])
+def test_case_05_padded_and_greedy_requests_leave_probs(length, temperature, backend):
     case = mixed()
-    case["logits"][1], case["temperature"][1] = math.nan, math.nan
-    case["context_lens"][1] = -(2**63)
+    case["logits"][1], case["temperature"][1] = math.nan, temperature
+    case["context_lens"][1] = length
     tokens, confidence = draft_sample(**case, **outputs(5, 3, 4), backend=backend)
     assert (tokens[1] == 0).all() and (confidence[1] == 0).all()
     assert (case["probs"][[0, 1, 4]] == 0.125).all()
@@ -336,7 +365,7 @@ def random_case(rng):
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     batch, rows = rng.randint(1, 4), rng.choice([1, 2, 5])
     vocab = rng.choice([1, 2, 7, 16, 100, 128, 129, 1000, 8193])
-    drafts = rng.randint(1, min(vocab, rng.choice([1, 3, 8, 40, 1024])))
+    drafts = rng.randint(1, min(vocab, rng.choice([1, 3, 8, 40])))
     num_ids = vocab + rng.choice([0, 5])
     logits = torch.randn(batch, rows, vocab, generator=generator) * rng.choice([0.01, 1, 5, 50])
     if rng.random() < 0.3:
@@ -378,7 +407,7 @@ def check_bits(seed, backend):
             assert_same_bits(mine, right)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_compiled_kernels_have_the_references_bits(seed):
     check_bits(seed, None)
