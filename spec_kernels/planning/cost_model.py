@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from spec_kernels.planning.checks import count, fail
 from spec_kernels.planning.measurements import Measurements, interpolated, on_box
-from spec_kernels.planning.model_shapes import DrafterShape, TargetShape, check_count
+from spec_kernels.planning.model_shapes import DrafterShape, TargetShape
 from spec_kernels.planning.parts import CycleCost, CyclePart, Quantity, combine, product, quotient
 
 __all__ = [
@@ -57,11 +58,11 @@ class Run:
 
     def __post_init__(self) -> None:
         for name, least in (("num_nodes", 1), ("draft_steps", 0), ("context", 0), ("batch", 1)):
-            check_count("Run", name, getattr(self, name), least)
+            count("Run", name, getattr(self, name), least)
         if self.reads not in READS:
-            raise ValueError(f"Run: reads: expected one of {', '.join(READS)}, got {self.reads!r}")
+            raise fail("Run", "reads", f"one of {', '.join(READS)}", self.reads)
         if self.cache_bytes not in (1, 2):
-            raise ValueError(f"Run: cache_bytes: expected 1 or 2, got {self.cache_bytes!r}")
+            raise fail("Run", "cache_bytes", "1 or 2", self.cache_bytes)
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +90,7 @@ def cycle_cost(
         ValueError: draft steps without a drafter.
     """
     if run.draft_steps and drafter is None and costs.draft_step_ms is None:
-        raise ValueError("cycle_cost: drafter: expected its shape for draft steps, got None")
+        raise fail("cycle_cost", "drafter", "its shape for draft steps", drafter)
     parts = _target_parts(target, costs, run)
     if run.draft_steps:
         parts.append(CyclePart.of("drafter", _drafter_ms(target, drafter, costs, run)))
@@ -128,13 +129,11 @@ def cost_curve(
     run = Run(context=context, batch=batch, cache_bytes=cache_bytes)
     curve = {}
     for num in num_tokens:
-        check_count("cost_curve", "num_tokens", num)
+        count("cost_curve", "num_tokens", num)
         if costs.cost_curve_ms:
             if not min(costs.cost_curve_ms) <= num <= max(costs.cost_curve_ms):
-                raise ValueError(
-                    f"cost_curve: num_tokens: expected {min(costs.cost_curve_ms)} to "
-                    f"{max(costs.cost_curve_ms)} as measured, got {num}"
-                )
+                known = f"{min(costs.cost_curve_ms)} to {max(costs.cost_curve_ms)} as measured"
+                raise fail("cost_curve", "num_tokens", known, num)
             curve[num] = interpolated(costs.cost_curve_ms, num).value
         else:
             curve[num] = cycle_cost(target, costs, replace(run, num_nodes=num)).total

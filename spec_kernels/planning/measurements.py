@@ -38,6 +38,7 @@ from spec_kernels.comm.selection import DEFAULT_MAX_BYTES, candidates
 from spec_kernels.comm.simulator import boxes, predict_us
 from spec_kernels.comm.tuning import HIDDEN
 from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
+from spec_kernels.planning.checks import fail
 from spec_kernels.planning.parts import CycleCost, CyclePart, Quantity
 
 FORMAT = "spec-kernels costs"
@@ -85,16 +86,16 @@ class Measurements:
     def __post_init__(self) -> None:
         if self.rates.keys() != RATES.keys():
             odd = sorted(self.rates.keys() ^ RATES.keys())
-            raise ValueError(f"Measurements: rates: expected those of RATES, got other {odd}")
+            raise fail("Measurements", "rates", "those of RATES, no more and no fewer", odd)
         for name, q in self.rates.items():
             if q.low <= 0 and name != "host_ms":
-                raise ValueError(f"Measurements: {name}: expected low > 0, got {q.low!r}")
+                raise fail("Measurements", name, "low > 0", q.low)
         for name in ("allreduce_us", "cost_curve_ms"):
             table = getattr(self, name)
             object.__setattr__(self, name, dict(sorted(table.items())))
             for key in table:
                 if isinstance(key, bool) or not isinstance(key, int) or key < 1:
-                    raise ValueError(f"Measurements: {name}: expected keys >= 1, got {key!r}")
+                    raise fail("Measurements", name, "keys >= 1", key)
 
     def with_rates(self, **rates: Quantity) -> Measurements:
         """The same with some rates replaced."""
@@ -155,13 +156,9 @@ def interpolated(table: Mapping[int, Quantity], at: int) -> Quantity:
 # Files.
 
 
-def _fail(where: str, name: str, expected: object, got: object) -> ValueError:
-    return ValueError(f"{where}: {name}: expected {expected}, got {got!r}")
-
-
 def _object(where: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _fail(where, name, "an object", value)
+        raise fail(where, name, "an object", value)
     return value
 
 
@@ -169,9 +166,9 @@ def _quantity(where: str, name: str, value: Any, source: str) -> Quantity:
     if isinstance(value, Mapping):
         unknown = sorted(value.keys() - {"value", "low", "high", "label", "source"})
         if unknown:
-            raise _fail(where, name, "value, low, high, label, source", unknown)
+            raise fail(where, name, "value, low, high, label, source", unknown)
         if "value" not in value:
-            raise _fail(where, name, "a value", dict(value))
+            raise fail(where, name, "a value", dict(value))
         middle = value["value"]
         low, high = value.get("low", middle), value.get("high", middle)
         label, source = value.get("label", "measured"), value.get("source", source)
@@ -188,30 +185,30 @@ def _table(where: str, name: str, value: Any, source: str) -> dict[int, Quantity
     table = {}
     for key, entry in _object(where, name, value).items():
         if not str(key).isdecimal() or int(key) < 1:
-            raise _fail(where, name, "keys that are whole numbers >= 1", key)
+            raise fail(where, name, "keys that are whole numbers >= 1", key)
         table[int(key)] = _quantity(where, f"{name}: {key}", entry, source)
     return table
 
 
 def _from_costs(data: Mapping, where: str, base: Measurements | None) -> Measurements:
     if data.get("format", FORMAT) != FORMAT:
-        raise _fail(where, "format", repr(FORMAT), data.get("format"))
+        raise fail(where, "format", repr(FORMAT), data.get("format"))
     if data.get("version", VERSION) != VERSION:
-        raise _fail(where, "version", VERSION, data.get("version"))
+        raise fail(where, "version", str(VERSION), data.get("version"))
     known = {"format", "version", "about", "rates", "allreduce_us", "draft_step_ms"}
     unknown = sorted(data.keys() - known - {"cost_curve_ms"})
     if unknown:
-        raise _fail(where, unknown[0], "no such field", data[unknown[0]])
+        raise fail(where, unknown[0], "no such field", data[unknown[0]])
     about = data.get("about", where)
     if not isinstance(about, str) or not about.strip():
-        raise _fail(where, "about", "where the figures are from", about)
+        raise fail(where, "about", "where the figures are from", about)
     rates = {}
     for name, value in _object(where, "rates", data.get("rates", {})).items():
         if name not in RATES:
-            raise _fail(where, f"rates: {name}", f"one of {', '.join(RATES)}", value)
+            raise fail(where, f"rates: {name}", f"one of {', '.join(RATES)}", value)
         rates[name] = _quantity(where, f"rates: {name}", value, about)
         if rates[name].low <= 0 and name != "host_ms":
-            raise _fail(where, f"rates: {name}", "a number > 0", value)
+            raise fail(where, f"rates: {name}", "a number > 0", value)
     fields: dict[str, Any] = {"about": about, "rates": rates}
     for name in ("allreduce_us", "cost_curve_ms"):
         if name in data:
@@ -246,10 +243,10 @@ def on_box(
 def _simulated(name: str, num_ranks: int, hidden: int) -> tuple[tuple[int, Quantity], ...]:
     known = boxes()
     if name not in known:
-        raise _fail("on_box", "name", f"one of {', '.join(known)}", name)
+        raise fail("on_box", "name", f"one of {', '.join(known)}", name)
     box = known[name]
     if not 2 <= num_ranks <= box.num_ranks:
-        raise _fail("on_box", "num_ranks", f"2 to {box.num_ranks}", num_ranks)
+        raise fail("on_box", "num_ranks", f"2 to {box.num_ranks}", num_ranks)
     if num_ranks < box.num_ranks:
         box = box.select(range(num_ranks))
     island = box.island_size
@@ -295,32 +292,32 @@ def load(path: str | Path, base: Measurements | None = None) -> Measurements:
             "spec-kernels bench allreduce --json prints has them"
         )
     if "format" not in data:
-        raise _fail(where, "format", f"{FORMAT!r}, or another file of this package", sorted(data))
+        raise fail(where, "format", f"{FORMAT!r}, or another file of this package", sorted(data))
     return _from_costs(data, where, base)
 
 
 def _number(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _fail(where, name, "a number", value)
+        raise fail(where, name, "a number", value)
     if value < 0:
-        raise _fail(where, name, "a number >= 0", value)
+        raise fail(where, name, "a number >= 0", value)
     return float(value)
 
 
 def _from_allreduces(data: Sequence, where: str, base: Measurements) -> Measurements:
     """Of each size the fastest exact algorithm, from the rows of one machine."""
     if len(data) != 1 or not isinstance(data[0], Mapping) or "rows" not in data[0]:
-        raise _fail(where, "file", "the rows of one machine's all-reduces", data[:1])
+        raise fail(where, "file", "the rows of one machine's all-reduces", data[:1])
     rows = data[0]["rows"]
     if not isinstance(rows, list) or not rows:
-        raise _fail(where, "rows", "a list of all-reduces", rows)
+        raise fail(where, "rows", "a list of all-reduces", rows)
     lossy = {name for name, number in ALGORITHMS.items() if number in LOSSY}
     table: dict[int, Quantity] = {}
     for k, row in enumerate(rows):
         row = _object(where, f"rows: {k}", row)
         size, name = row.get("bytes"), row.get("algorithm")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise _fail(where, f"rows: {k}: bytes", "an integer >= 1", size)
+            raise fail(where, f"rows: {k}: bytes", "an integer >= 1", size)
         keys = ("us_p50", "us_p10", "us_p90")
         us = [_number(where, f"rows: {k}: {key}", row.get(key)) for key in keys]
         if name in lossy or (size in table and table[size].value <= us[0]):
@@ -339,12 +336,12 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
     """Phases of each pass; the drafter's step and two points of the curve from the first."""
     passes = data.get("passes", [data])
     if not isinstance(passes, list) or not passes:
-        raise _fail(where, "passes", "a list of passes", passes)
+        raise fail(where, "passes", "a list of passes", passes)
     draft = _object(where, "draft", data.get("draft"))
     steps, nodes = draft.get("steps"), draft.get("num_nodes")
     for name, value in (("steps", steps), ("num_nodes", nodes)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _fail(where, f"draft: {name}", "an integer >= 1", value)
+            raise fail(where, f"draft: {name}", "an integer >= 1", value)
     cycles, phases = [], []
     for k, one in enumerate(passes):
         one = _object(where, f"passes: {k}", one)
@@ -355,7 +352,7 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
         }
         missing = {"draft", "build", "verify", "accept", "extend"} - phase.keys()
         if missing:
-            raise _fail(where, name, f"the phases {', '.join(sorted(missing))} too", sorted(phase))
+            raise fail(where, name, f"the phases {', '.join(sorted(missing))} too", sorted(phase))
         phases.append(dict(phase))
         phase["between phases"] = max(0.0, _cycle_ms(one, where, k) - math.fsum(phase.values()))
         source = f"{where}, mean of {one['num_cycles']} cycles"
@@ -386,9 +383,9 @@ def _cycle_ms(one: Mapping, where: str, k: int) -> float:
     for name in ("num_cycles", "num_tokens", "speculative_tok_s"):
         counts[name] = _number(where, f"passes: {k}: {name}", one.get(name))
         if counts[name] == 0:
-            raise _fail(where, f"passes: {k}: {name}", "a number > 0: nothing was decoded", 0)
+            raise fail(where, f"passes: {k}: {name}", "a number > 0: nothing was decoded", 0)
     prompts = one.get("prompts")
     if not isinstance(prompts, list):
-        raise _fail(where, f"passes: {k}: prompts", "a list", prompts)
+        raise fail(where, f"passes: {k}: prompts", "a list", prompts)
     decoded = counts["num_tokens"] - len(prompts)
     return 1e3 * decoded / counts["speculative_tok_s"] / counts["num_cycles"]

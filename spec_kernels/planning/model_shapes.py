@@ -10,24 +10,15 @@ from importlib.resources import files
 from typing import Any
 
 from spec_kernels.models.config import DrafterConfig, TargetConfig
+from spec_kernels.planning.checks import count, fail
 
 _BF16 = 2
 _FP32 = 4
 
 
-def _fail(where: str, name: str, expected: object, got: object) -> ValueError:
-    return ValueError(f"{where}: {name}: expected {expected}, got {got!r}")
-
-
-def check_count(where: str, name: str, value: object, minimum: int = 1) -> None:
-    """ValueError unless ``value`` is an integer >= ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise _fail(where, name, f"an integer >= {minimum}", value)
-
-
 def _share(where: str, name: str, total: int, num_ranks: int) -> int:
     if total % num_ranks:
-        raise _fail(where, name, f"a multiple of {num_ranks} ranks", total)
+        raise fail(where, name, f"a multiple of {num_ranks} ranks", total)
     return total // num_ranks
 
 
@@ -80,18 +71,18 @@ class TargetShape:
             ValueError: naming what does not divide.
         """
         where, c = "target shape", config
-        check_count(where, "num_ranks", num_ranks)
+        count(where, "num_ranks", num_ranks)
         if expert_bits not in (4, 16):
-            raise _fail(where, "expert_bits", "4 or 16", expert_bits)
+            raise fail(where, "expert_bits", "4 or 16", expert_bits)
         heads = _share(where, "num_attention_heads", c.num_attention_heads, num_ranks)
         vocab = _share(where, "vocab_size", c.vocab_size, num_ranks)
         inner = _share(where, "moe_intermediate_size", c.moe_intermediate_size, num_ranks)
         dense = _share(where, "intermediate_size", c.intermediate_size, num_ranks)
         if expert_group is not None:
-            check_count(where, "expert_group", expert_group)
+            count(where, "expert_group", expert_group)
             for name, size in (("hidden_size", c.hidden_size), ("a rank's intermediate", inner)):
                 if size % expert_group:
-                    raise _fail(where, name, f"a multiple of groups of {expert_group}", size)
+                    raise fail(where, name, f"a multiple of groups of {expert_group}", size)
         attention = (
             c.hidden_size * (c.q_lora_rank + c.latent_dim)
             + heads * c.q_lora_rank * c.qk_head_dim
@@ -130,7 +121,7 @@ class TargetShape:
         E (1 - (1 - k/E)^T) for independent tokens and uniform routing. That is the most which
         independent tokens can touch on average: 1 - (1 - p)^T is concave in an expert's chance p.
         """
-        check_count("distinct_experts", "num_tokens", num_tokens)
+        count("distinct_experts", "num_tokens", num_tokens)
         missed = (1 - self.experts_a_token / self.num_experts) ** num_tokens
         return self.num_experts * (1 - missed)
 
@@ -182,7 +173,7 @@ class DrafterShape:
     def from_config(cls, config: DrafterConfig, num_ranks: int = 8) -> DrafterShape:
         """The bfloat16 shape of one of ``num_ranks`` ranks; ValueError for what does not divide."""
         where, c = "drafter shape", config
-        check_count(where, "num_ranks", num_ranks)
+        count(where, "num_ranks", num_ranks)
         heads = _share(where, "num_attention_heads", c.num_attention_heads, num_ranks)
         kv_heads = _share(where, "num_key_value_heads", c.num_key_value_heads, num_ranks)
         inner = _share(where, "intermediate_size", c.intermediate_size, num_ranks)

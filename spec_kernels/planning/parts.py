@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from spec_kernels.planning.checks import fail
+
 # measured: somebody timed it; modelled: follows from sizes and other numbers; fitted: chosen so
 # that a published total comes out; assumed: nobody timed it, and the source says why it is likely.
 LABELS = ("measured", "modelled", "fitted", "assumed")
@@ -15,18 +17,15 @@ def _check(where: str, value: float, low: float, high: float, label: str, source
     for name, number in (("value", value), ("low", low), ("high", high)):
         # bool is an int to Python, and a slip in a file.
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ValueError(f"{where}: {name}: expected a number, got {number!r}")
+            raise fail(where, name, "a number", number)
         if not math.isfinite(number) or number < 0:
-            raise ValueError(f"{where}: {name}: expected a finite number >= 0, got {number!r}")
+            raise fail(where, name, "a finite number >= 0", number)
     if not low <= value <= high:
-        raise ValueError(
-            f"{where}: low, value, high: expected ascending numbers, got {low!r}, {value!r}, "
-            f"{high!r}"
-        )
+        raise fail(where, "low, value, high", "ascending numbers", (low, value, high))
     if label not in LABELS:
-        raise ValueError(f"{where}: label: expected one of {', '.join(LABELS)}, got {label!r}")
+        raise fail(where, "label", f"one of {', '.join(LABELS)}", label)
     if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"{where}: source: expected where the number is from, got {source!r}")
+        raise fail(where, "source", "where the number is from", source)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class CycleCost:
         object.__setattr__(self, "parts", tuple(self.parts))
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"CycleCost: parts: expected at least one, no name twice, got {names}")
+            raise fail("CycleCost", "parts", "at least one, no name twice", names)
 
     @property
     def total(self) -> float:
@@ -125,7 +124,7 @@ class CycleCost:
             if part.name == name:
                 return part
         names = ", ".join(part.name for part in self.parts)
-        raise ValueError(f"CycleCost: part: expected one of {names}, got {name!r}")
+        raise fail("CycleCost", "part", f"one of {names}", name)
 
     def table(self) -> list[str]:
         """Lines of text: each part, the total with both intervals."""
@@ -168,5 +167,5 @@ def product(a: Quantity, b: Quantity, label: str, source: str) -> Quantity:
 def quotient(a: Quantity, b: Quantity, label: str, source: str) -> Quantity:
     """``a`` over ``b``, which must be > 0 at its low end."""
     if b.low <= 0:
-        raise ValueError(f"quotient: b: expected a low end > 0, got {b.low!r} ({b.source})")
+        raise fail("quotient", "b", f"a low end > 0 ({b.source})", b.low)
     return Quantity(a.value / b.value, a.low / b.high, a.high / b.low, label, source)

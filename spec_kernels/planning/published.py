@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
+from spec_kernels.planning.checks import fail
 from spec_kernels.planning.cost_model import Run, cycle_cost
 from spec_kernels.planning.measurements import Measurements, defaults, on_box
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
@@ -104,7 +105,7 @@ def point(name: str) -> Point:
         if p.name == name:
             return p
     names = ", ".join(p.name for p in points())
-    raise ValueError(f"point: name: expected one of {names}, got {name!r}")
+    raise fail("point", "name", f"one of {names}", name)
 
 
 @cache
@@ -216,7 +217,9 @@ def comparison_table(rows: Iterable[Comparison] | None = None) -> list[str]:
         parts = {part.name: part.ms for part in row.cost.parts}
         cells = "".join(f"{parts[n]:10.1f}" if n in parts else f"{'-':>10}" for n in _COLUMNS)
         low, high = row.cost.interval()
-        verdict = f"sets {row.point.sets}" if row.point.sets else "" if row.within() else "OUTSIDE"
+        verdicts = [f"sets {row.point.sets}" if row.point.sets else "", row.point.note]
+        verdicts.append("" if row.within() else "OUTSIDE")
+        verdict = "; ".join(filter(None, verdicts))
         lines.append(
             f"{row.point.name:27}{cells} |{row.cost.total:7.1f} {f'{low:.1f} - {high:.1f}':>13} "
             f"{row.point.ms:9.1f} {row.residual:+8.1f}  {verdict}".rstrip()
