@@ -99,6 +99,7 @@ class Answer:
         assumptions: what all this stands on.
         costs: parts of a cycle to be shown with it; None where not asked for.
         chains: no drafts, 1, 2, ..., each with its cycle by the same costs; one request's tok/s.
+        trees: the fastest tree of each number of nodes, likewise; empty without a trace.
     """
 
     num_drafts: int
@@ -115,11 +116,17 @@ class Answer:
     assumptions: tuple[str, ...]
     costs: CycleCost | None = None
     chains: tuple[Choice, ...] = ()
+    trees: tuple[Choice, ...] = ()
 
     @property
     def best_chain(self) -> Choice | None:
         """The fastest of ``chains``."""
         return fastest(self.chains) if self.chains else None
+
+    @property
+    def best_tree(self) -> Choice | None:
+        """The fastest of ``trees``; may be a chain, or no drafts."""
+        return fastest(self.trees) if self.trees else None
 
 
 def requirement(
@@ -194,6 +201,7 @@ def make_answer(
     tail: float | None = None,
     costs: CycleCost | None = None,
     chains: Sequence[Choice] = (),
+    trees: Sequence[Choice] = (),
 ) -> Answer:
     """Works out everything that ``Answer`` holds.
 
@@ -206,7 +214,7 @@ def make_answer(
         acceptance: what the drafter does.
         tail: conditional accuracy beyond the last measured draft; see ``with_drafts``.
         costs: parts of a cycle; their sum is added to the cycle times.
-        chains: see ``Answer``.
+        chains, trees: see ``Answer``.
 
     Raises:
         ValueError: a number that cannot be; names function, argument, expected, got.
@@ -276,6 +284,7 @@ def make_answer(
         tuple(_assumptions(acceptance, all_cycles, batch, assumed)),
         costs,
         tuple(chains),
+        tuple(trees),
     )
 
 

@@ -54,9 +54,10 @@ def add_parser(subparsers) -> None:
     )
     add("--log", type=Path, metavar="FILE", help="a training log, JSON lines")
     add("--decode-json", type=Path, metavar="FILE", help="what spec-kernels decode --json wrote")
+    add("--trace", type=Path, metavar="FILE", help="recorded acceptance (planning/traces.py)")
     add("--engine-log", type=Path, metavar="FILE", help="a log of vLLM, SGLang or llama.cpp")
     add = parser.add_argument
-    add("--series", help="which accuracies of --log, or which pass of --decode-json")
+    add("--series", help="accuracies of --log, pass of --decode-json, temperature of --trace")
     add(
         "--counts",
         type=int,
@@ -121,7 +122,8 @@ def main(args: argparse.Namespace) -> int:
 # Options that make it a question of the user's own.
 _OWN = (
     "target_tok_s", "cycle_ms", "draft_steps", "batch", "plain_tok_s", "full_acc", "cond_acc",
-    "log", "decode_json", "engine_log", "calibrate", "draft_overhead", "costs", "box", "context",
+    "log", "decode_json", "trace", "engine_log", "calibrate", "draft_overhead", "costs", "box",
+    "context",
 )  # fmt: skip
 
 
@@ -160,17 +162,21 @@ def _answer(args: argparse.Namespace):
                 "if verifying several tokens cost what decoding one does",
             )
         )
-    costs, chains = None, ()
+    costs, chains, trees = None, (), ()
     measured = _measured(args)
     if measured is not None:
-        from spec_kernels.planning.costs import chain_choices, chain_cycle
+        from spec_kernels.planning.costs import chain_choices, chain_cycle, traced_choices
+        from spec_kernels.planning.inputs import trace_texts
 
         num_drafts = args.draft_steps
         if num_drafts is None:
             num_drafts = (acceptance and acceptance.num_drafts) or DEFAULT_NUM_DRAFTS
         where = {"context": args.context or 0, "batch": batch}
         costs = chain_cycle(measured, num_drafts, series=args.series, **where)
-        if acceptance is not None:
+        if args.trace is not None:
+            trace, _ = trace_texts(args.trace, args.series)
+            chains, trees = traced_choices(measured, trace, **where)
+        elif acceptance is not None:
             chains = chain_choices(measured, acceptance, tail=args.tail, **where)
     return make_answer(
         args.target_tok_s or DEFAULT_TARGETS,
@@ -182,6 +188,7 @@ def _answer(args: argparse.Namespace):
         args.tail,
         costs,
         chains,
+        trees,
     ), False
 
 
@@ -202,7 +209,7 @@ def _acceptance(args: argparse.Namespace):
     from spec_kernels.planning import inputs, viability
 
     for option, takes in (
-        ("series", ("log", "decode_json")),
+        ("series", ("log", "decode_json", "trace")),
         ("counts", ("log", "full_acc", "cond_acc")),
     ):
         if getattr(args, option) is not None and all(getattr(args, t) is None for t in takes):
@@ -217,6 +224,8 @@ def _acceptance(args: argparse.Namespace):
         return inputs.read_training_log(args.log, args.series, args.counts)
     if args.decode_json is not None:
         return inputs.read_decode_report(args.decode_json, args.series)
+    if args.trace is not None:
+        return inputs.read_trace(args.trace, args.series, args.draft_steps)
     if args.engine_log is not None:
         return inputs.read_engine_log(args.engine_log, args.draft_steps)
     return None
@@ -295,6 +304,9 @@ def _in_words(answer) -> list[str]:
         elif best is answer.chains[-1]:
             text += "; it is the longest that they cover"
         lines += _wrap("", text + ".")
+    tree = answer.best_tree
+    if tree is not None and not tree.shape.is_chain:
+        lines += _wrap("", f"A {tree.shape} gives {_speed(answer.batch * tree.tok_s)} tok/s.")
     return lines
 
 
@@ -331,12 +343,12 @@ def _predictions_table(answer) -> list[str]:
     return lines
 
 
-def _chains_table(answer) -> list[str]:
-    lines = ["", "  drafts   accept length   cycle, ms      tok/s"]
-    for c in answer.chains:
-        mark = "  best" if c is answer.best_chain else ""
+def _choices_table(answer, title: str, rows, best) -> list[str]:
+    lines = ["", f"  {title:<34}   accept length   cycle, ms      tok/s"]
+    for c in rows:
+        mark = "  best" if c is best else ""
         lines.append(
-            f"  {c.shape.depth:6}   {c.shape.accept_length:13.2f}   {c.cycle_ms:9.2f}  "
+            f"  {c.shape!s:<34}   {c.shape.accept_length:13.2f}   {c.cycle_ms:9.2f}  "
             f"{answer.batch * c.tok_s:9.1f}{mark}"
         )
     return lines
@@ -351,7 +363,9 @@ def render(answer, is_published: bool = False) -> str:
         full = " ".join(f"{x:.3f}" for x in answer.full_accuracy)
         lines += _predictions_table(answer) + [f"  full accuracy by draft: {full}"]
     if answer.chains:
-        lines += _chains_table(answer)
+        lines += _choices_table(answer, "chains", answer.chains, answer.best_chain)
+    if answer.trees:
+        lines += _choices_table(answer, "best tree of each size", answer.trees, answer.best_tree)
     if is_published:
         lines += ["", *_published_table()]
     elif answer.costs is not None:
@@ -389,22 +403,25 @@ def _plain(value):
 
 
 def as_dict(answer, is_published: bool = False) -> dict:
-    """The answer for ``--json``: the fields of ``Answer``, ``chains`` by number of drafts."""
+    """The answer for ``--json``: the fields of ``Answer``, shapes in words and paths."""
     fields = asdict(answer)
     for name in ("requirements", "break_even"):
         for values, r in zip(fields[name], getattr(answer, name), strict=True):
             values["reachable"] = r.reachable
     fields["costs"] = None if answer.costs is None else answer.costs.as_dict()
-    fields["chains"] = [
-        {
-            "num_drafts": c.shape.depth,
-            "accept_length": c.shape.accept_length,
-            "cycle_ms": c.cycle_ms,
-            "tok_s": answer.batch * c.tok_s,
-            "best": c is answer.best_chain,
-        }
-        for c in answer.chains
-    ]
+    for name, best in (("chains", answer.best_chain), ("trees", answer.best_tree)):
+        fields[name] = [
+            {
+                "shape": str(c.shape),
+                "paths": c.shape.paths,
+                "num_drafts": len(c.shape.paths),
+                "accept_length": c.shape.accept_length,
+                "cycle_ms": c.cycle_ms,
+                "tok_s": answer.batch * c.tok_s,
+                "best": c is best,
+            }
+            for c in getattr(answer, name)
+        ]
     if is_published:
         from spec_kernels.planning import published_case
 

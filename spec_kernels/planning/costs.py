@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spec_kernels.planning.answer import with_drafts
 from spec_kernels.planning.cost_model import Run, cost_curve, cycle_cost, draft_step_ms
 from spec_kernels.planning.inputs import Acceptance
 from spec_kernels.planning.measurements import Measurements, interpolated
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
 from spec_kernels.planning.parts import CycleCost, CyclePart
+from spec_kernels.planning.traces import Trace, accepted_by_cycle, path_rates
 from spec_kernels.planning.tree_shape import Choice, choices
 from spec_kernels.planning.viability import conditional_from_full
 
 MOST_DRAFTS = 8
+MOST_NODES = 16
 
 
 def chain_cycle(
@@ -45,6 +49,19 @@ def chain_cycle(
     return CycleCost(tuple(parts), title)
 
 
+def _curve(
+    measured: Measurements, most_nodes: int, context: int, batch: int
+) -> tuple[dict[int, float], float]:
+    """(ms of the target's pass by nodes from 1 on, ms of a drafter's step)."""
+    target = kimi_k25()
+    if measured.cost_curve_ms:
+        most_nodes = min(most_nodes, max(measured.cost_curve_ms))
+    curve = cost_curve(target, measured, range(1, most_nodes + 1), context, batch)
+    if measured.draft_step_ms is not None:
+        return curve, measured.draft_step_ms.value
+    return curve, draft_step_ms(target, kimi_k25_drafter(), measured, context, batch)
+
+
 def chain_choices(
     measured: Measurements,
     acceptance: Acceptance,
@@ -56,16 +73,31 @@ def chain_choices(
 
     Up to ``MOST_DRAFTS``, or as far as a measured curve goes.
     """
-    target = kimi_k25()
-    most = MOST_DRAFTS
-    if measured.cost_curve_ms:
-        most = min(most, max(measured.cost_curve_ms) - 1)
-    if most < 1:
+    curve, step = _curve(measured, MOST_DRAFTS + 1, context, batch)
+    if len(curve) < 2:
         return []
-    full, _, _ = with_drafts(acceptance, most, tail)
-    curve = cost_curve(target, measured, range(1, most + 2), context, batch)
-    if measured.draft_step_ms is not None:
-        step = measured.draft_step_ms.value
-    else:
-        step = draft_step_ms(target, kimi_k25_drafter(), measured, context, batch)
+    full, _, _ = with_drafts(acceptance, len(curve) - 1, tail)
     return choices([[c] for c in conditional_from_full(full)], curve, step, max_children=1)
+
+
+def traced_choices(
+    measured: Measurements, trace: Trace, context: int = 0, batch: int = 1
+) -> tuple[list[Choice], list[Choice]]:
+    """(chains, trees) of 1, 2, ... nodes: shapes by the trace's rates, lengths by its replay.
+
+    Trees have up to ``MOST_NODES`` nodes, or as many as a measured curve goes to.
+    """
+    curve, step = _curve(measured, MOST_NODES, context, batch)
+    rates = path_rates(trace.texts, trace.num_ranks)
+    chains = choices(rates, curve, step, max_children=1)
+    return (
+        [_replayed(c, trace) for c in chains[: MOST_DRAFTS + 1]],
+        [_replayed(c, trace) for c in choices(rates, curve, step)],
+    )
+
+
+def _replayed(choice: Choice, trace: Trace) -> Choice:
+    """The same with the accept length that decoding the trace's texts would have had."""
+    accepted = [n for t in trace.texts for n in accepted_by_cycle(t, choice.shape.paths)]
+    length = 1 + sum(accepted) / len(accepted)
+    return replace(choice, shape=replace(choice.shape, accept_length=length))

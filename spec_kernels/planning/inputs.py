@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_kernels.planning import viability
 from spec_kernels.planning.checks import count, rates
+from spec_kernels.planning.traces import Trace, accepted_by_cycle, chain_paths
 from spec_kernels.planning.viability import Estimate
 
 
@@ -267,6 +268,50 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
         cycle_ms,
         1e3 / _number(path, one, "plain_step_ms", 0),
         notes=tuple(notes),
+    )
+
+
+# Acceptance traces.
+
+
+def trace_texts(path: Path | str, temperature: str | None = None) -> tuple[Trace, str]:
+    """A trace's texts of one temperature (None = the lowest), and that temperature's name."""
+    trace = Trace.load(path)
+    known = [f"{t:g}" for t in trace.temperatures]
+    name = known[0] if temperature is None else temperature
+    if name not in known:
+        raise _fail(path, "series", f"a temperature of {', '.join(known)}", name)
+    return trace.at(trace.temperatures[known.index(name)]), name
+
+
+def read_trace(
+    path: Path | str, temperature: str | None = None, num_drafts: int | None = None
+) -> Acceptance:
+    """What chains would have accepted over recorded texts, by replay, cycle by cycle.
+
+    Args:
+        path: see ``planning/traces.py``.
+        temperature: as text; None = the lowest in the file.
+        num_drafts: None = as deep as was recorded.
+
+    Raises:
+        ValueError: no such trace, temperature, or depth.
+    """
+    trace, name = trace_texts(path, temperature)
+    depth = min(text.ranks.shape[1] for text in trace.texts)
+    steps = depth if num_drafts is None else count("read_trace", "num_drafts", num_drafts)
+    if steps > depth:
+        raise _fail(path, "draft steps", f"at most {depth}, as recorded", str(steps))
+    accepted = [n for t in trace.texts for n in accepted_by_cycle(t, chain_paths(steps))]
+    num_cycles = len(accepted)
+    full = [sum(n > i for n in accepted) / num_cycles for i in range(steps)]
+    return Acceptance(
+        f"{path}, temperature {name}, {len(trace.texts)} texts, {num_cycles} cycles",
+        tuple(full),
+        viability.accept_length_estimate(full, num_cycles),
+        steps,
+        num_cycles,
+        notes=("drafts of a trace are the drafter's likeliest tokens, not draws",),
     )
 
 

@@ -236,13 +236,19 @@ class Run:
     ms: float
 
 
+def accepted_by_cycle(text: Text, paths: Sequence[Path]) -> list[int]:
+    """Drafts that each cycle of a static tree accepts, from the first place to the last."""
+    accepted = right_drafts(text, paths).tolist()
+    place, found = 0, []
+    while place < len(accepted):
+        found.append(accepted[place])
+        place += accepted[place] + 1
+    return found
+
+
 def replay(text: Text, paths: Sequence[Path], cycle_ms: float) -> Run:
     """A static tree from the first place on, until the places are over."""
-    accepted = right_drafts(text, paths).tolist()
-    place, cycles = 0, 0
-    while place < len(accepted):
-        place += accepted[place] + 1
-        cycles += 1
+    cycles = len(accepted_by_cycle(text, paths))
     return Run(len(text), cycles, cycles * cycle_ms)
 
 

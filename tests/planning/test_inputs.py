@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spec_kernels.planning import inputs, viability
+from spec_kernels.planning.traces import Text, Trace
 
 ASSETS = Path(inputs.__file__).parent.parent / "assets"
 BUNDLED = ASSETS / "drafter/train_log.jsonl"
@@ -186,6 +188,50 @@ def test_bad_decode_reports(write, report, message):
 def test_unknown_pass(write):
     with pytest.raises(ValueError, match="series: expected one of greedy, temperature 0.8, got x"):
         inputs.read_decode_report(write(decode_report()), "x")
+
+
+# Acceptance traces.
+
+
+def trace_file(tmp_path):
+    """Greedily: a chain of 2 accepts 2, 0, 1 drafts from places 0, 3 and 4; sampled: none."""
+    ranks = np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1], [0, 0]], np.int8)
+    confidence = np.full((6, 2), 0.5)
+    texts = (
+        Text("a", 0.0, ranks, confidence),
+        Text("b", 0.8, np.full((2, 2), -1, np.int8), confidence[:2]),
+    )
+    path = tmp_path / "trace.jsonl"
+    Trace(paths=((0,), (0, 0)), num_ranks=2, texts=texts, source={}).save(path)
+    return path
+
+
+def test_trace(tmp_path):
+    path = trace_file(tmp_path)
+    found = inputs.read_trace(path)
+    assert found.full_accuracy == pytest.approx([2 / 3, 1 / 3])
+    assert found.num_cycles == 3 and found.num_drafts == 2
+    assert found.accept_length.value == pytest.approx(2)
+    assert "temperature 0, 1 texts, 3 cycles" in found.source
+    # Chains of 1: 1 at place 0, 1 at 2, 1 at 4.
+    assert inputs.read_trace(path, num_drafts=1).full_accuracy == (1.0,)
+    assert inputs.read_trace(path, "0.8").full_accuracy == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("0.5",), "series: expected a temperature of 0, 0.8, got 0.5"),
+        ((None, 3), "draft steps: expected at most 2, as recorded, got 3"),
+        ((None, 0), "num_drafts: expected an integer >= 1, got 0"),
+    ],
+)
+def test_bad_traces(tmp_path, options, message):
+    with pytest.raises(ValueError) as error:
+        inputs.read_trace(trace_file(tmp_path), *options)
+    assert message in str(error.value)
+    with pytest.raises(ValueError):
+        inputs.read_trace(BUNDLED)
 
 
 # Engines' logs.

@@ -7,11 +7,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spec_kernels import cli
 from spec_kernels.planning import inputs, published, published_case, viability
 from spec_kernels.planning.answer import Cycle, make_answer, requirement, with_drafts
+from spec_kernels.planning.traces import Text, Trace
 
 BUNDLED = Path(inputs.__file__).parent.parent / "assets/drafter/train_log.jsonl"
 
@@ -232,6 +234,29 @@ def test_a_measured_curve_gives_cycle_and_best_chain(run, tmp_path):
     assert [part["name"] for part in found["costs"]["parts"]] == ["target's pass", "drafter"]
 
 
+def test_a_trace_gives_trees_as_well(run, tmp_path):
+    """Right is the likeliest draft at place 0, the second at 2, none at 1 and 3, and so on.
+
+    Both side by side: cycles of 11.1 ms from every second place, 2 tokens each. The likeliest
+    alone: 4 tokens in 3 cycles.
+    """
+    ranks = np.array([[0, -1], [-1, -1], [1, -1], [-1, -1]] * 10, np.int8)
+    text = Text("a", 0.0, ranks, np.full((40, 3), 0.5))
+    path, costs = tmp_path / "trace.jsonl", tmp_path / "costs.json"
+    Trace(paths=((0,), (1,), (1, 0)), num_ranks=2, texts=(text,), source={}).save(path)
+    curve = {"1": 10.0, "2": 10.5, "3": 11.0}
+    figures = {"format": "spec-kernels costs", "draft_step_ms": 0.1, "cost_curve_ms": curve}
+    costs.write_text(json.dumps(figures))
+    question = ["--trace", path, "--costs", costs, "--draft-steps", 1]
+    found = json.loads(run(*question, "--json"))
+    assert [c["shape"] for c in found["chains"]] == ["no drafts", "chain of 1", "chain of 2"]
+    best = next(c for c in found["trees"] if c["best"])
+    assert best["paths"] == [[0], [1]] and best["accept_length"] == 2
+    assert best["tok_s"] == pytest.approx(2000 / 11.1)
+    assert found["full_accuracy"] == pytest.approx([1 / 3])
+    assert "A tree of 3 (2) gives 180 tok/s." in run(*question)
+
+
 def test_drafts_that_do_not_pay(run, tmp_path):
     path = tmp_path / "costs.json"
     figures = {"format": "spec-kernels costs", "draft_step_ms": 9.0,
@@ -265,7 +290,7 @@ def test_drafts_that_do_not_pay(run, tmp_path):
         (["--draft-overhead", "-1", "--plain-tok-s", "80"], "overhead: expected a finite number"),
         (["--tail", "0.5"], "--tail: expected rates that it continues"),
         (["--counts", "5"], "--counts: expected one of --log, --full-acc, --cond-acc with it"),
-        (["--series", "greedy"], "--series: expected one of --log, --decode-json with it"),
+        (["--series", "greedy"], "--series: expected one of --log, --decode-json, --trace with it"),
         (["--log", "/no/such/file"], "/no/such/file"),
         (["--engine-log", str(BUNDLED)], "expected lines of one engine"),
         (["--decode-json", str(BUNDLED)], "report: expected JSON"),
