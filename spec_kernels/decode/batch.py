@@ -10,7 +10,8 @@ anything: what they decide by is tokens, which are the same bits on all.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -168,6 +169,7 @@ class Batch:
         # Rows in flight past the committed ones: the tree, the drafted rows, the extended rows.
         self.slack = 1
         if drafter is not None:
+            plan.check(drafter)
             self.slack = max(plan.num_nodes, plan.num_draft_rows, plan.steps + 1)
         most = max_tokens + self.slack
         self.cache = KVCache(target, drafter, max_requests, most, page_size, num_pages)
@@ -180,6 +182,9 @@ class Batch:
         self._members: list[_Member] = []
         self._flights: deque[_Flight] = deque()
         self._num_joined = 0
+        # For who wants to know where time goes.
+        self.cycles_by_nodes: Counter[int] = Counter()
+        self.seconds_joining = 0.0
         self.adapter = None
         if adaptive is not None:
             self.adapter = self._make_adapter(adaptive)
@@ -213,6 +218,7 @@ class Batch:
                 model's positions or the cache, or no free row.
             OutOfPages: too few pages are free.
         """
+        begun = time.perf_counter()
         self._check(request)
         row = self.num_requests
         if row == self.max_requests:
@@ -231,6 +237,7 @@ class Batch:
         if self.adapter is not None and request.speculative:
             self.adapter.join(member.name)
         self._send(result, _Flight(None, [member], 1, 1, is_first=True))
+        self.seconds_joining += time.perf_counter() - begun
         return member.name
 
     @torch.inference_mode()
@@ -340,6 +347,7 @@ class Batch:
         evicts = min(max_nodes) < num_nodes
         kind = Kind(num_nodes, draws and num_nodes > 1, evicts)
         result = self.cycles.replay(kind, len(members), max_nodes if evicts else None)
+        self.cycles_by_nodes[num_nodes] += 1
         places = self.cycles.num_places(kind, len(members))
         self._send(result, _Flight(None, members, places, kind.num_rows, choice=choice))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -36,7 +35,11 @@ def add_parser(subparsers) -> None:
     add = parser.add_argument
     add("--prompt", action="append", help="text to continue (may be given several times)")
     add("--prompt-file", action="append", type=Path, help="file whose text to continue")
-    add("--num-prompts", type=int, help=f"held-out prompts, if none is given ({DEFAULT_PROMPTS})")
+    add(
+        "--num-prompts",
+        type=int,
+        help=f"held-out prompts, if none is given ({DEFAULT_PROMPTS}, or as many as --batch)",
+    )
     add("--target", type=Path, help="directory of the target checkpoint (the bundled one)")
     add("--drafter", type=Path, help="directory of the drafter checkpoint (the bundled one)")
     add("--tp", type=int, help=f"tensor-parallel ranks ({DEFAULT_TP}; under torchrun WORLD_SIZE)")
@@ -63,7 +66,14 @@ def add_parser(subparsers) -> None:
     add("--min-p", type=float, default=0.0, help="0 = off")
     add("--seed", type=int, default=0, help="of the sampled tokens (0)")
     add("--max-new-tokens", type=int, default=DEFAULT_NEW_TOKENS, help=f"({DEFAULT_NEW_TOKENS})")
-    add("--device", default="cpu", help="cpu or cuda[:N] (cpu)")
+    add("--batch", type=int, default=1, help="prompts that are decoded together (1)")
+    add(
+        "--adaptive",
+        action="store_true",
+        help="verify as many drafts a cycle as pay, by what they cost here and how often they are "
+        "right (chains and dynamic trees)",
+    )
+    add("--device", default="cpu", help="cpu or cuda[:N]; ranks take one GPU each (cpu)")
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on cpu, bfloat16 on cuda")
     add("--json", type=Path, help="write the figures to this file")
     add("--timeout", type=float, default=60.0, help="seconds that a rank waits for another (60)")
@@ -101,12 +111,18 @@ class Job:
     dtype: str
     json: Path | None
     timeout_ms: int
+    batch: int
+    adaptive: bool
     tokenizer: object
     started: float
 
     def draws(self, one: Pass) -> bool:
         """Whether drafts are drawn, so that the text is not plain decoding's token for token."""
         return self.plan.sampled and one.sampling.temperature > 0
+
+    def repeats(self, one: Pass) -> bool:
+        """Whether another run gives the same text: how many drafts are drawn changes it."""
+        return not (self.draws(one) and self.adaptive)
 
     def agreed(self) -> dict[str, object]:
         """What all ranks must have alike."""
@@ -117,6 +133,8 @@ class Job:
             "passes": [dataclasses.asdict(p.sampling) for p in self.passes],
             "prompts": [p.ids for p in self.prompts],
             "max_new_tokens": self.max_new_tokens,
+            "batch": self.batch,
+            "adaptive": self.adaptive,
             "device": self.device.split(":")[0],
             "dtype": self.dtype,
         }
@@ -138,6 +156,8 @@ def main(args: argparse.Namespace) -> int:
         report[check] in (True, None) for check in ("identical", "repeatable")
     )
     if speaks:
+        from spec_kernels.decode.text import render
+
         print(render(report))
         if job.json is not None:
             job.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -158,6 +178,7 @@ def _check(args: argparse.Namespace) -> Job:
     """Everything that can be wrong with the command line and its files, short of the weights."""
     import torch
 
+    from spec_kernels.decode.batch import MAX_REQUESTS
     from spec_kernels.decode.drafting import DraftPlan
     from spec_kernels.decode.sampling import SamplingParams
     from spec_kernels.models.config import DrafterConfig, TargetConfig
@@ -191,12 +212,20 @@ def _check(args: argparse.Namespace) -> Job:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda[:N], got {args.device!r}")
     if device.type == "cuda":
-        if not torch.cuda.is_available():
+        num_devices = torch.cuda.device_count()
+        if not num_devices:
             raise ValueError("--device: cuda: this torch finds no CUDA device")
-        if tp > 1:
+        if tp > 1 and device.index is not None:
             raise ValueError(
-                "--device: cuda: several ranks on GPUs are not supported yet; use --tp 1"
+                f"--device: expected cuda, of which every rank takes its own, got {args.device!r} "
+                f"for {tp} ranks"
             )
+        if tp > num_devices and not under_torchrun:
+            raise ValueError(
+                f"--tp: expected at most {num_devices} ranks, one for each CUDA device, got {tp}"
+            )
+    if not 1 <= args.batch <= MAX_REQUESTS:
+        raise ValueError(f"--batch: expected 1 to {MAX_REQUESTS}, got {args.batch}")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
@@ -204,6 +233,8 @@ def _check(args: argparse.Namespace) -> Job:
     kind = args.tree if args.tree != "auto" else "chain" if args.topk == 1 else "dynamic"
     drawn = args.draft_sampling == "on" or args.draft_sampling == "auto" and kind != "dynamic"
     plan = DraftPlan(kind, args.draft_steps, args.topk, args.num_nodes, drawn)
+    if args.adaptive and kind == "static":
+        raise ValueError("--adaptive: expected a chain or a dynamic tree, got a static tree")
     temperatures = [0.0, SECOND_TEMPERATURE] if args.temperature is None else [args.temperature]
     passes = [
         Pass(
@@ -240,6 +271,8 @@ def _check(args: argparse.Namespace) -> Job:
         dtype=dtype,
         json=args.json,
         timeout_ms=int(args.timeout * 1e3),
+        batch=args.batch,
+        adaptive=args.adaptive,
         tokenizer=tokenizer,
         started=started,
     )
@@ -279,7 +312,8 @@ def _prompts(args: argparse.Namespace, tokenizer) -> list[Prompt]:
         if not path.is_file():
             raise ValueError(f"prompts: expected a file at {path}, got none; give --prompt")
         held_out = json.loads(path.read_text(encoding="utf-8"))
-        count = DEFAULT_PROMPTS if args.num_prompts is None else args.num_prompts
+        count = max(DEFAULT_PROMPTS, args.batch)
+        count = min(count, len(held_out)) if args.num_prompts is None else args.num_prompts
         if not 1 <= count <= len(held_out):
             raise ValueError(f"--num-prompts: expected 1 to {len(held_out)}, got {count}")
         # Spread over the list, which follows the order of the files.
@@ -326,6 +360,8 @@ def run_rank(comm, job: Job) -> dict:
     """
     import torch
 
+    from spec_kernels.decode.compare import compare
+
     with torch.inference_mode():
         engine, message = None, ""
         try:
@@ -340,12 +376,13 @@ def run_rank(comm, job: Job) -> dict:
             found = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
             if found:
                 return {"error": found}
-        return _decode(comm, job, engine)
+        return compare(comm, job, engine)
 
 
 def _load(comm, job: Job):
     import torch
 
+    from spec_kernels.decode.batch import Adaptive
     from spec_kernels.decode.engine import Engine
     from spec_kernels.models.config import DrafterConfig, TargetConfig
     from spec_kernels.models.drafter import Drafter
@@ -353,269 +390,18 @@ def _load(comm, job: Job):
 
     num_layers = TargetConfig.from_json(job.target).num_hidden_layers
     layers = DrafterConfig.from_json(job.drafter).captured_layers(num_layers)
-    dtype = getattr(torch, job.dtype)
-    target = Target.load(job.target, comm, dtype, job.device, layers)
+    device = torch.device(job.device)
+    if device.type == "cuda" and comm.world_size > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", comm.rank)))
+        torch.cuda.set_device(device)
+        comm.attach_device(device)
+    target = Target.load(job.target, comm, getattr(torch, job.dtype), device, layers)
     drafter = Drafter.load(job.drafter, target)
-    longest = max(len(p.ids) for p in job.prompts) + job.max_new_tokens
-    return Engine(target, drafter, job.plan, max_tokens=longest)
-
-
-def _decode(comm, job: Job, engine) -> dict:
-    show = Stream(job.tokenizer) if comm.rank == 0 else None
-    # Buffers of every step shape are made by their first use.
-    warm = min(8, job.max_new_tokens)
-    for speculative in (False, True):
-        engine.generate(job.prompts[0].ids, warm, speculative=speculative).result()
-    seconds_to_start = time.monotonic() - job.started
-    if show:
-        show.header(comm, job, seconds_to_start)
-    figures = []
-    for one in job.passes:
-        rows = []
-        for prompt in job.prompts:
-            options = {"sampling": one.sampling, "stop_ids": job.stop_ids}
-            plain = engine.generate(prompt.ids, job.max_new_tokens, speculative=False, **options)
-            plain = plain.result()
-            if show:
-                show.prompt(prompt, one)
-            stream = engine.generate(prompt.ids, job.max_new_tokens, **options)
-            for part in stream.parts():
-                if show:
-                    show.tokens(part.tokens, part.num_accepted or 0)
-            speculative = stream.result()
-            if show:
-                show.end()
-            row = {"prompt": prompt, "plain": plain, "speculative": speculative}
-            expected = plain
-            if job.draws(one):
-                expected = engine.generate(prompt.ids, job.max_new_tokens, **options).result()
-            row["difference"] = _difference(engine, prompt.ids, expected.tokens, speculative.tokens)
-            rows.append(row)
-        figures.append(_figures(job, one, rows))
-    first = figures[0]
-    return {
-        **first,
-        **{name: _all(f[name] for f in figures) for name in ("identical", "repeatable")},
-        "ranks_agree": _ranks_agree(comm, figures),
-        "tp": job.tp,
-        "transport": comm.transport,
-        "device": job.device,
-        "dtype": job.dtype,
-        "target": str(job.target),
-        "drafter": str(job.drafter),
-        "draft": dataclasses.asdict(job.plan),
-        "seconds_to_start": round(seconds_to_start, 2),
-        "passes": figures,
-    }
-
-
-def _all(outcomes) -> bool | None:
-    """Whether all checks held, of those that were made; None if none was."""
-    made = [x for x in outcomes if x is not None]
-    return all(made) if made else None
-
-
-def _ranks_agree(comm, figures: list[dict]) -> bool:
-    """Whether every rank decoded the same tokens, for which they exchange nothing but logits."""
-    import torch
-
-    tokens = [prompt["tokens"] for one in figures for prompt in one["prompts"]]
-    digest = hashlib.sha256(json.dumps(tokens).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8)
-    return all(torch.equal(theirs, mine) for theirs in comm.all_gather(mine))
-
-
-def _difference(
-    engine, prompt: list[int], expected: list[int], speculative: list[int]
-) -> dict | None:
-    """The first place where the two disagree, and how far apart the target's logits are there."""
-    if expected == speculative:
-        return None
-    pairs = zip(expected, speculative, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(speculative)))
-    found = {"index": at, "expected": None, "speculative": None, "logit_gap": None}
-    if at < min(len(expected), len(speculative)):
-        logits = engine.logits_after([*prompt, *expected[:at]]).float()
-        found |= {
-            "expected": expected[at],
-            "speculative": speculative[at],
-            "logit_gap": float(logits[expected[at]] - logits[speculative[at]]),
-        }
-    return found
-
-
-def _figures(job: Job, one: Pass, rows: list[dict]) -> dict:
-    """One pass's figures. The first token of a prompt belongs to its prefill, not to decoding."""
-
-    def rate(kind: str) -> float:
-        num = sum(len(r[kind].tokens) - 1 for r in rows)
-        seconds = sum(r[kind].seconds for r in rows)
-        return num / seconds if seconds > 0 and num else 0.0
-
-    accepted = [a for r in rows for a in r["speculative"].accepted]
-    cycles = max(1, len(accepted))
-    steps = max(1, sum(len(r["plain"].accepted) for r in rows))
-    phases = {
-        name: 1e3 * sum(r["speculative"].phase_seconds[name] for r in rows) / cycles
-        for name in rows[0]["speculative"].phase_seconds
-    }
-    plain_tok_s, speculative_tok_s = rate("plain"), rate("speculative")
-    as_expected, drawn = all(r["difference"] is None for r in rows), job.draws(one)
-    histogram = {
-        str(length): sum(a + 1 == length for a in accepted)
-        for length in range(1, job.plan.steps + 2)
-    }
-    return {
-        "name": one.name,
-        "sampling": dataclasses.asdict(one.sampling),
-        "plain_tok_s": plain_tok_s,
-        "speculative_tok_s": speculative_tok_s,
-        "speedup": speculative_tok_s / plain_tok_s if plain_tok_s else 0.0,
-        "accept_length": sum(a + 1 for a in accepted) / cycles if accepted else 0.0,
-        "accept_histogram": histogram,
-        "drafts": "drawn" if drawn else "likeliest",
-        "identical": None if drawn else as_expected,
-        "repeatable": as_expected if drawn else None,
-        "num_tokens": sum(len(r["speculative"].tokens) for r in rows),
-        "num_cycles": len(accepted),
-        "phases_ms": phases,
-        "plain_step_ms": 1e3 * sum(r["plain"].seconds for r in rows) / steps,
-        "prompts": [
-            {
-                "name": r["prompt"].name,
-                "num_prompt_tokens": len(r["prompt"].ids),
-                "tokens": r["speculative"].tokens,
-                "text": job.tokenizer.decode(r["speculative"].tokens),
-                "accepted": r["speculative"].accepted,
-                "as_expected": r["difference"] is None,
-                "first_difference": r["difference"],
-            }
-            for r in rows
-        ],
-    }
-
-
-class Stream:
-    """Prints text as it comes; on a terminal accepted drafts are green and bonus tokens plain."""
-
-    def __init__(self, tokenizer, out=None):
-        self.tokenizer, self.out = tokenizer, out or sys.stdout
-        self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
-        self._ids: list[int] = []
-        self._from = self._shown = 0
-
-    def header(self, comm, job: Job, seconds: float) -> None:
-        draft = f"{job.plan.kind} of {job.plan.steps} drafts"
-        if job.plan.kind != "chain":
-            draft += f", top-{job.plan.topk}, {job.plan.num_nodes} nodes"
-        self._write(
-            f"{job.tp} rank{'s' * (job.tp > 1)} ({comm.transport}), {job.dtype} on {job.device}, "
-            f"{draft}; decoding {seconds:.1f} s after the start of the command\n"
-        )
-        if self.colour:
-            self._write(f"{self._style('accepted drafts', '32')}, bonus tokens\n")
-
-    def prompt(self, prompt: Prompt, one: Pass) -> None:
-        self._write(f"\n{self._style(f'== {prompt.name}, {one.name}', '1')}\n")
-        tail = prompt.text if len(prompt.text) < 400 else "..." + prompt.text[-397:]
-        self._write(self._style(tail, "2"))
-        self._ids, self._from, self._shown = list(prompt.ids[-8:]), 0, min(8, len(prompt.ids))
-
-    def tokens(self, tokens: list[int], num_accepted: int) -> None:
-        if num_accepted:
-            self._feed(tokens[:num_accepted], "32")
-        if len(tokens) > num_accepted:
-            self._feed(tokens[num_accepted:], None)
-
-    def end(self) -> None:
-        self._write("\n")
-
-    def _feed(self, tokens: list[int], style: str | None) -> None:
-        """Writes what these tokens add to the text; half a character waits for its other half."""
-        self._ids += tokens
-        before = self.tokenizer.decode(self._ids[self._from : self._shown])
-        after = self.tokenizer.decode(self._ids[self._from :])
-        if len(after) > len(before) and not after.endswith("\ufffd"):
-            text = after[len(before) :]
-            self._write(self._style(text, style) if style else text)
-            self._from, self._shown = self._shown, len(self._ids)
-
-    def _style(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
-
-    def _write(self, text: str) -> None:
-        encoding = getattr(self.out, "encoding", None) or "utf-8"
-        try:
-            self.out.write(text.encode(encoding, "replace").decode(encoding))
-            self.out.flush()
-        except BrokenPipeError:
-            # Nobody reads on; the figures are wanted all the same (--json, the exit code).
-            self.out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-def _verdict(outcome: bool | None) -> str:
-    return {True: "yes", False: "NO", None: "-"}[outcome]
-
-
-def render(report: dict) -> str:
-    """The table at the end of a run."""
-    passes = report["passes"]
-    width = max(16, *(len(p["name"]) + 2 for p in passes))
-
-    def line(label: str, cell) -> str:
-        return f"{label:<26}" + "".join(f"{cell(p):>{width}}" for p in passes)
-
-    def histogram(p: dict) -> str:
-        total = max(1, p["num_cycles"])
-        return " ".join(f"{100 * n / total:.0f}" for n in p["accept_histogram"].values())
-
-    lengths = ", ".join(passes[0]["accept_histogram"])
-    rows = [
-        "",
-        line("", lambda p: p["name"]),
-        line("plain tok/s", lambda p: f"{p['plain_tok_s']:.1f}"),
-        line("speculative tok/s", lambda p: f"{p['speculative_tok_s']:.1f}"),
-        line("speedup", lambda p: f"{p['speedup']:.2f}x"),
-        line("accept length", lambda p: f"{p['accept_length']:.2f}"),
-        line("% of cycles by length", histogram) + f"   (lengths {lengths})",
-        line("tokens / cycles", lambda p: f"{p['num_tokens']} / {p['num_cycles']}"),
-        line("plain step, ms", lambda p: f"{p['plain_step_ms']:.2f}"),
-        line("speculative cycle, ms", lambda p: f"{sum(p['phases_ms'].values()):.2f}"),
-        *(
-            line(f"  {phase}", lambda p, phase=phase: f"{p['phases_ms'][phase]:.3f}")
-            for phase in passes[0]["phases_ms"]
-        ),
-        line("drafts", lambda p: p["drafts"]),
-        line("identical to plain", lambda p: _verdict(p["identical"])),
-    ]
-    if report["repeatable"] is not None:
-        rows.append(line("the same again", lambda p: _verdict(p["repeatable"])))
-    rows.append("")
-    if report["identical"] is not None:
-        rows.append(f"identical to plain decoding: {'yes' if report['identical'] else 'no'}")
-    if report["repeatable"] is not None:
-        verdict = "yes" if report["repeatable"] else "no"
-        rows.append(
-            "drafts drawn: plain decoding's distribution, not its text; the same text when decoded "
-            f"again: {verdict}"
-        )
-    if not report["ranks_agree"]:
-        rows.append("ranks decoded different texts")
-    for p in passes:
-        for prompt in p["prompts"]:
-            d = prompt["first_difference"]
-            if d is None:
-                continue
-            gap = (
-                "one text ends there"
-                if d["logit_gap"] is None
-                else (
-                    f"{'speculative before' if p['drafts'] == 'drawn' else 'plain'} chose "
-                    f"{d['expected']}, speculative {d['speculative']}, logit gap "
-                    f"{d['logit_gap']:.3g}"
-                )
-            )
-            rows.append(
-                f"  {prompt['name']}, {p['name']}: differs at new token {d['index']}: {gap}"
-            )
-    return "\n".join(rows)
+    return Engine(
+        target,
+        drafter,
+        job.plan,
+        max_tokens=max(len(p.ids) for p in job.prompts) + job.max_new_tokens,
+        max_requests=job.batch,
+        adaptive=Adaptive() if job.adaptive else None,
+    )

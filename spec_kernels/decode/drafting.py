@@ -482,6 +482,14 @@ class DraftPlan:
             return pool_size(self.steps, self.topk)
         return sum(self.topk**depth for depth in range(1, self.steps + 1))
 
+    def check(self, drafter: Drafter | AbsentDrafter) -> None:
+        """ValueError if the draft vocabulary is smaller than ``topk``."""
+        if self.topk > drafter.config.draft_vocab_size:
+            raise ValueError(
+                f"drafting: topk: expected at most the draft vocabulary of "
+                f"{drafter.config.draft_vocab_size}, got {self.topk}"
+            )
+
     def make(
         self,
         drafter: Drafter | AbsentDrafter,
@@ -494,14 +502,7 @@ class DraftPlan:
         Args:
             draws: whether a plan that samples does so.
             num_nodes: fewer than the plan's, its first ones; 1 = the root alone, without drafts.
-
-        ValueError if the draft vocabulary is smaller than ``topk``.
         """
-        if self.topk > drafter.config.draft_vocab_size:
-            raise ValueError(
-                f"drafting: topk: expected at most the draft vocabulary of "
-                f"{drafter.config.draft_vocab_size}, got {self.topk}"
-            )
         num_nodes = num_nodes or self.num_nodes
         if self.kind == "dynamic" and num_nodes > 1:
             return DynamicDraft(drafter, state, self.steps, self.topk, num_nodes)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spec_kernels import cli
 from spec_kernels.decode import cli as decode_cli
+from spec_kernels.decode import compare, text
 from spec_kernels.decode.engine import Engine
 from spec_kernels.testing import checkpoints
 
@@ -121,6 +122,39 @@ def test_options_reach_the_loop(texts, tmp_path, options):
         assert report["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_batch_gives_the_same_texts(texts, tmp_path, capfd, tp):
+    prompts = [x for text in ("def f(a, b):", "abc", "import os", "x") for x in ("--prompt", text)]
+    reports = []
+    for batch in (1, 3):
+        path = tmp_path / f"{batch}.json"
+        options = ["--tp", str(tp), "--batch", str(batch), "--max-new-tokens", "12"]
+        assert decode(texts, *prompts, *options, "--json", str(path)) == 0
+        reports.append(json.loads(path.read_text()))
+        out = capfd.readouterr().out
+        assert all(prompt["text"] in out for prompt in reports[-1]["prompts"])
+    one, three = reports
+    for a, b in zip(one["passes"], three["passes"], strict=True):
+        assert [p["tokens"] for p in a["prompts"]] == [p["tokens"] for p in b["prompts"]]
+        assert b["alone"] is True and a["alone"] is None
+        assert b["num_cycles"] < a["num_cycles"]
+    assert three["batch"] == 3 and three["identical"] is True and three["repeatable"] is True
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--topk", "3", "--num-nodes", "8"]], ids=["chain", "tree"]
+)
+def test_adapting_leaves_the_text_as_it_is(texts, tmp_path, options):
+    path = tmp_path / "report.json"
+    common = ["--prompt", "import os", "--tp", "2", "--max-new-tokens", "16", "--json", str(path)]
+    assert decode(texts, *common, "--adaptive", *options) == 0
+    report = json.loads(path.read_text())
+    assert report["adaptive"] is True and report["identical"] is True
+    # How many drafts are drawn changes what is drawn: nothing that could be compared.
+    assert report["repeatable"] is None
+    assert sum(report["cycles_by_nodes"].values()) == report["num_cycles"]
+
+
 def test_prompt_files_are_read(texts, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("class a:")
     options = ["--prompt-file", str(tmp_path / "a.txt"), "--tp", "1", "--max-new-tokens", "4"]
@@ -132,10 +166,11 @@ def test_a_difference_is_an_error_that_says_where(texts, monkeypatch, capsys):
     generate = Engine.generate
 
     def corrupted(self, prompt, new, *, speculative=True, **options):
-        result = generate(self, prompt, new, speculative=speculative, **options)
+        stream = generate(self, prompt, new, speculative=speculative, **options)
         if speculative and new == 10:
-            result.tokens[6] = (result.tokens[6] + 1) % 40
-        return result
+            tokens = stream.result().tokens
+            tokens[6] = (tokens[6] + 1) % 40
+        return stream
 
     monkeypatch.setattr(Engine, "generate", corrupted)
     options = ["--tp", "1", "--max-new-tokens", "10", "--temperature", "0"]
@@ -150,11 +185,12 @@ def test_a_text_that_comes_out_otherwise_is_an_error(texts, monkeypatch, capsys)
     generate, calls = Engine.generate, []
 
     def unsteady(self, prompt, new, *, speculative=True, **options):
-        result = generate(self, prompt, new, speculative=speculative, **options)
+        stream = generate(self, prompt, new, speculative=speculative, **options)
         calls.append(speculative)
         if len(calls) == 5:  # after two to warm up, plain and speculative
-            result.tokens[3] = (result.tokens[3] + 1) % 40
-        return result
+            tokens = stream.result().tokens
+            tokens[3] = (tokens[3] + 1) % 40
+        return stream
 
     monkeypatch.setattr(Engine, "generate", unsteady)
     options = ["--tp", "1", "--max-new-tokens", "10", "--temperature", "1"]
@@ -165,7 +201,7 @@ def test_a_text_that_comes_out_otherwise_is_an_error(texts, monkeypatch, capsys)
 
 
 def test_ranks_that_differ_are_an_error(texts, monkeypatch, capsys):
-    monkeypatch.setattr(decode_cli, "_ranks_agree", lambda comm, figures: False)
+    monkeypatch.setattr(compare, "_ranks_agree", lambda comm, figures: False)
     options = ["--tp", "1", "--max-new-tokens", "4", "--temperature", "0"]
     assert decode(texts, "--prompt", "def", *options) == 1
     assert "ranks decoded different texts" in capsys.readouterr().out
@@ -350,7 +386,7 @@ def test_accepted_drafts_are_told_apart_on_a_terminal(texts, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     tokenizer = Tokenizer.from_file(str(texts.target / "tokenizer.json"))
     out = Terminal()
-    stream = decode_cli.Stream(tokenizer, out)
+    stream = text.TextStream(tokenizer, out)
     stream.prompt(decode_cli.Prompt("p", "ab", [0, 1]), decode_cli.Pass("greedy", None))
     out.truncate(0)
     out.seek(0)
@@ -358,7 +394,7 @@ def test_accepted_drafts_are_told_apart_on_a_terminal(texts, monkeypatch):
     stream.tokens([5], 0)
     assert out.getvalue() == "\x1b[32mcd\x1b[0mef"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not decode_cli.Stream(tokenizer, out).colour
+    assert not text.TextStream(tokenizer, out).colour
 
 
 def test_half_a_character_waits_for_its_other_half():
@@ -366,7 +402,7 @@ def test_half_a_character_waits_for_its_other_half():
     byte_level.decoder = decoders.ByteLevel()
     assert byte_level.decode([0, 1]) == "\u00e9"
     out = io.StringIO()
-    stream = decode_cli.Stream(byte_level, out)
+    stream = text.TextStream(byte_level, out)
     stream.prompt(decode_cli.Prompt("p", "a", [2]), decode_cli.Pass("greedy", None))
     out.truncate(0)
     out.seek(0)
