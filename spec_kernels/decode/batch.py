@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from spec_kernels.decode.adaptive import Adapter, CostTable
+from spec_kernels.decode.adaptive import Adapter, Choice, CostTable
 from spec_kernels.decode.captured import CapturedCycles, Kind
 from spec_kernels.decode.cycle import Cycle, CycleResult, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
@@ -103,7 +103,7 @@ class _Member:
 class _Flight:
     """Results that are on their way, and whose they are, row by row.
 
-    ``choice`` is the adapter's: the rung, and the nodes that each member kept, by name.
+    ``choice`` is the adapter's, if it made one.
     """
 
     pending: Pending | None
@@ -111,7 +111,7 @@ class _Flight:
     num_places: int
     num_nodes: int
     is_first: bool = False
-    choice: tuple[int, dict[int, int]] | None = None
+    choice: Choice | None = None
 
 
 class Batch:
@@ -234,8 +234,8 @@ class Batch:
         member = _Member(self._num_joined, request)
         self._num_joined += 1
         self._members.append(member)
-        if self.adapter is not None and request.speculative:
-            self.adapter.join(member.name)
+        if self.adapter is not None:
+            self.adapter.join(member.name, request.speculative)
         self._send(result, _Flight(None, [member], 1, 1, is_first=True))
         self.seconds_joining += time.perf_counter() - begun
         return member.name
@@ -250,7 +250,7 @@ class Batch:
         if row is None:
             raise ValueError(f"batch: expected the name of a request that decodes, got {name}")
         self._members[row].is_gone = True
-        if self.adapter is not None and self._members[row].request.speculative:
+        if self.adapter is not None:
             self.adapter.leave(name)
         last = self.num_requests - 1
         # What was launched before still runs before these writes: one stream, in order.
@@ -334,16 +334,16 @@ class Batch:
 
     def _launch(self) -> None:
         members = list(self._members)
-        drafting = [m for m in members if m.request.speculative]
-        num_nodes, kept, choice = self.plan.num_nodes if drafting else 0, {}, None
-        if drafting and self.adapter is not None:
+        drafting = [m.request.speculative for m in members]
+        num_nodes, choice = self.plan.num_nodes if any(drafting) else 0, None
+        max_nodes = [num_nodes if drafts else 1 for drafts in drafting]
+        if self.adapter is not None and any(drafting):
             places = self.cycles.num_places(Kind(num_nodes), len(members))
-            chosen = self.adapter.choose([m.name for m in drafting], places)
-            num_nodes = self.adapter.rungs[chosen.rung]
-            kept = {m.name: n for m, n in zip(drafting, chosen.max_nodes, strict=True)}
-            choice = (chosen.rung, kept)
-        draws = self.plan.sampled and any(m.request.sampling.temperature > 0 for m in drafting)
-        max_nodes = [kept.get(m.name, num_nodes) if m.request.speculative else 1 for m in members]
+            choice = self.adapter.choose([m.name for m in members], places)
+            num_nodes, max_nodes = self.adapter.rungs[choice.rung], choice.max_nodes
+        draws = self.plan.sampled and any(
+            m.request.speculative and m.request.sampling.temperature > 0 for m in members
+        )
         evicts = min(max_nodes) < num_nodes
         kind = Kind(num_nodes, draws and num_nodes > 1, evicts)
         result = self.cycles.replay(kind, len(members), max_nodes if evicts else None)
@@ -404,10 +404,10 @@ class Batch:
                 found.append(Emitted(member.name, [], 0, True, _fault(member.name, status[row])))
                 self.leave(member.name)
                 continue
-            if flight.choice and member.name in flight.choice[1]:
-                rung, kept = flight.choice[0], flight.choice[1][member.name]
+            if flight.choice:
+                kept = flight.choice.max_nodes[row]
                 sure = [min(max(c, 0.0), 1.0) for c in confidence[row][1:]]
-                self.adapter.observe(member.name, rung, kept, sure, accepted[row])
+                self.adapter.observe(member.name, flight.choice.rung, kept, sure, accepted[row])
             emitted = tokens[row][: accepted[row] + 1]
             request = member.request
             emitted = emitted[: request.max_new_tokens - member.num_tokens]
