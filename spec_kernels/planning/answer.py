@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,7 +91,8 @@ class Answer:
         cycles: the cycle times looked at.
         plain_tok_s: plain decoding of the whole batch; None where not known.
         acceptance: what the drafter does, and who says so; None where not given.
-        full_accuracy: of ``num_drafts`` drafts, cut or continued; empty without ``acceptance``.
+        full_accuracy: of ``num_drafts`` drafts, cut or continued, with an interval (Wilson's) where
+            it was counted; empty without ``acceptance``.
         requirements: for each target, for each cycle time.
         break_even: for each cycle time, with plain decoding's speed as the target; may be empty.
         predictions: for each cycle time; empty without ``acceptance``.
@@ -108,7 +109,7 @@ class Answer:
     cycles: tuple[Cycle, ...]
     plain_tok_s: float | None
     acceptance: Acceptance | None
-    full_accuracy: tuple[float, ...]
+    full_accuracy: tuple[Estimate, ...]
     requirements: tuple[Requirement, ...]
     break_even: tuple[Requirement, ...]
     predictions: tuple[Prediction, ...]
@@ -276,7 +277,7 @@ def make_answer(
         tuple(all_cycles),
         plain_tok_s,
         acceptance,
-        tuple(full.tolist()),
+        tuple(_rates(full, acceptance)),
         tuple(requirements),
         tuple(break_even),
         tuple(predictions),
@@ -286,6 +287,15 @@ def make_answer(
         tuple(chains),
         tuple(trees),
     )
+
+
+def _rates(full: np.ndarray, acceptance: Acceptance | None) -> list[Estimate]:
+    rates = [Estimate.exact(rate) for rate in full.tolist()]
+    if acceptance is not None and (num := acceptance.num_cycles) is not None:
+        for step in range(min(len(full), len(acceptance.full_accuracy))):
+            interval = viability.wilson(round(num * full[step]), num)
+            rates[step] = replace(interval, value=rates[step].value)
+    return rates
 
 
 def _predict(

@@ -360,8 +360,9 @@ def render(answer, is_published: bool = False) -> str:
     lines += [line for text in answer.warnings for line in _wrap("warning: ", text)]
     lines += _requirements_table(answer)
     if answer.predictions:
-        full = " ".join(f"{x:.3f}" for x in answer.full_accuracy)
-        lines += _predictions_table(answer) + [f"  full accuracy by draft: {full}"]
+        full = ", ".join(_estimate(rate, 3) for rate in answer.full_accuracy)
+        lines += _predictions_table(answer)
+        lines += _wrap("  ", f"full accuracy by draft: {full}")
     if answer.chains:
         lines += _choices_table(answer, "chains", answer.chains, answer.best_chain)
     if answer.trees:

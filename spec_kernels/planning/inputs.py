@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_kernels.planning import viability
 from spec_kernels.planning.checks import count, rates
+from spec_kernels.planning.measurements import whole_cycle_ms
 from spec_kernels.planning.traces import Trace, accepted_by_cycle, chain_paths
 from spec_kernels.planning.viability import Estimate
 
@@ -233,14 +234,7 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
         raise _fail(path, "accept_histogram", "at least one draft and one cycle", histogram)
     # full[i] = cycles that accepted more than i drafts.
     full = [sum(counts[i + 1 :]) / num_cycles for i in range(steps)]
-    # The first token of a prompt belongs to its prefill.
-    prompts = one.get("prompts")
-    num_tokens = _number(path, one, "num_tokens", 0)
-    num_decoded = num_tokens - (len(prompts) if isinstance(prompts, list) else 0)
-    if num_decoded <= 0:
-        raise _fail(path, "num_tokens", "more than one a prompt", f"{num_tokens:g}")
-    seconds = num_decoded / _number(path, one, "speculative_tok_s", 0)
-    cycle_ms = 1e3 * seconds / num_cycles
+    cycle_ms = whole_cycle_ms(one, str(path))
     phases = one.get("phases_ms")
     notes = []
     if isinstance(phases, dict) and phases:

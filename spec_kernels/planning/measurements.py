@@ -354,7 +354,9 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
         if missing:
             raise fail(where, name, f"the phases {', '.join(sorted(missing))} too", sorted(phase))
         phases.append(dict(phase))
-        phase["between phases"] = max(0.0, _cycle_ms(one, where, k) - math.fsum(phase.values()))
+        phase["between phases"] = max(
+            0.0, whole_cycle_ms(one, f"{where}: passes: {k}") - math.fsum(phase.values())
+        )
         source = f"{where}, mean of {one['num_cycles']} cycles"
         parts = [CyclePart(key, ms, ms, ms, "measured", source) for key, ms in phase.items()]
         cycles.append(CycleCost(tuple(parts), f"{one.get('name', 'cycle')}: {where}"))
@@ -374,18 +376,21 @@ def _from_decode(data: Mapping, where: str, base: Measurements) -> Measurements:
     )
 
 
-def _cycle_ms(one: Mapping, where: str, k: int) -> float:
+def whole_cycle_ms(one: Mapping, where: str) -> float:
     """Of a pass of ``decode``: its seconds over its cycles.
 
-    The first token of a prompt belongs to its prefill, as in ``speculative_tok_s``.
+    The first token of a prompt belongs to its prefill, as in ``speculative_tok_s``. ValueError
+    beginning with ``where`` for figures that are none.
     """
     counts = {}
     for name in ("num_cycles", "num_tokens", "speculative_tok_s"):
-        counts[name] = _number(where, f"passes: {k}: {name}", one.get(name))
+        counts[name] = _number(where, name, one.get(name))
         if counts[name] == 0:
-            raise fail(where, f"passes: {k}: {name}", "a number > 0: nothing was decoded", 0)
+            raise fail(where, name, "a number > 0: nothing was decoded", 0)
     prompts = one.get("prompts")
     if not isinstance(prompts, list):
-        raise fail(where, f"passes: {k}: prompts", "a list", prompts)
+        raise fail(where, "prompts", "a list", prompts)
     decoded = counts["num_tokens"] - len(prompts)
+    if decoded <= 0:
+        raise fail(where, "num_tokens", "more than one a prompt", one["num_tokens"])
     return 1e3 * decoded / counts["speculative_tok_s"] / counts["num_cycles"]

@@ -29,6 +29,10 @@ def run(capsys):
     return run
 
 
+def values(estimates):
+    return [one["value"] for one in estimates]
+
+
 # The published case.
 
 
@@ -145,12 +149,12 @@ def test_published_calibration_and_naive_model(run):
 
 def test_conditional_rates_and_a_tail(run):
     found = json.loads(run("--cond-acc", 0.8, 0.5, "--draft-steps", 4, "--tail", 0.25, "--json"))
-    assert found["full_accuracy"] == pytest.approx([0.8, 0.4, 0.1, 0.025])
+    assert values(found["full_accuracy"]) == pytest.approx([0.8, 0.4, 0.1, 0.025])
     assert any("beyond draft 2" in line for line in found["assumptions"])
     cut = json.loads(run("--cond-acc", 0.8, 0.5, "--draft-steps", 1, "--json"))
-    assert cut["full_accuracy"] == [0.8]
+    assert values(cut["full_accuracy"]) == [0.8]
     own = json.loads(run("--cond-acc", 0.8, 0.5, "--draft-steps", 3, "--json"))
-    assert own["full_accuracy"] == pytest.approx([0.8, 0.4, 0.2])
+    assert values(own["full_accuracy"]) == pytest.approx([0.8, 0.4, 0.2])
 
 
 def test_batch(run):
@@ -161,12 +165,17 @@ def test_batch(run):
 def test_training_log(run):
     options = ["--log", BUNDLED, "--cycle-ms", 15, "--draft-steps", 3]
     found = json.loads(run(*options, "--json"))
-    assert found["full_accuracy"] == list(inputs.read_training_log(BUNDLED).full_accuracy[:3])
+    assert values(found["full_accuracy"]) == list(
+        inputs.read_training_log(BUNDLED).full_accuracy[:3]
+    )
     assert any("hard places end it" in line for line in found["assumptions"])
     sampled = json.loads(run(*options, "--series", "temperature_0.8", "--counts", 1180, "--json"))
     length = sampled["predictions"][0]["accept_length"]
     assert 1.6 < length["low"] < length["value"] < length["high"] < 1.8
     assert any("taken as 659 cycles" in line for line in sampled["assumptions"])
+    for rate in sampled["full_accuracy"]:
+        expected = viability.wilson(round(659 * rate["value"]), 659)
+        assert (rate["low"], rate["high"]) == (expected.low, expected.high)
 
 
 def test_engine_log_that_knows_the_accept_length_alone(run, tmp_path):
@@ -178,7 +187,7 @@ def test_engine_log_that_knows_the_accept_length_alone(run, tmp_path):
     found = json.loads(run("--engine-log", path, "--json"))
     assert found["num_drafts"] == 2
     assert found["predictions"][0]["tok_s"]["value"] == pytest.approx(60.0)
-    assert found["full_accuracy"] == pytest.approx([0.6402, 0.6402**2], abs=1e-4)
+    assert values(found["full_accuracy"]) == pytest.approx([0.6402, 0.6402**2], abs=1e-4)
     deeper = json.loads(run("--engine-log", path, "--draft-steps", 2, "--json"))
     assert deeper["predictions"] == found["predictions"]
 
@@ -253,7 +262,7 @@ def test_a_trace_gives_trees_as_well(run, tmp_path):
     best = next(c for c in found["trees"] if c["best"])
     assert best["paths"] == [[0], [1]] and best["accept_length"] == 2
     assert best["tok_s"] == pytest.approx(2000 / 11.1)
-    assert found["full_accuracy"] == pytest.approx([1 / 3])
+    assert values(found["full_accuracy"]) == pytest.approx([1 / 3])
     assert "A tree of 3 (2) gives 180 tok/s." in run(*question)
 
 
@@ -368,5 +377,6 @@ def test_warnings():
 
 def test_json_has_no_nan(run):
     out = run("--full-acc", "0", "--cycle-ms", 20, "--json")
-    assert json.loads(out, parse_constant=lambda x: pytest.fail(x))["full_accuracy"] == [0.0]
+    found = json.loads(out, parse_constant=lambda x: pytest.fail(x))
+    assert values(found["full_accuracy"]) == [0.0]
     assert not math.isnan(json.loads(out)["predictions"][0]["tok_s_per_point"])
