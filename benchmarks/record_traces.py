@@ -53,8 +53,10 @@ def main():
             for temperature in options.temperatures:
                 sampling = SamplingParams(temperature, seed=number)
                 count = options.new_tokens + DEPTH
-                new = engine.generate(prompt, count, speculative=False, sampling=sampling).tokens
-                texts.append((f"held-out prompt {number}", temperature, prompt, new))
+                stream = engine.generate(prompt, count, speculative=False, sampling=sampling)
+                texts.append(
+                    (f"held-out prompt {number}", temperature, prompt, stream.result().tokens)
+                )
 
     def record(paths) -> Trace:
         recorder = Recorder(

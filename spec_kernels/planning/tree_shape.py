@@ -331,7 +331,8 @@ def choices(
     """The fastest tree of each number of nodes in ``cost_ms``, in ascending order of it.
 
     A cycle of N nodes and depth D takes ``cost_ms[N] + D * draft_ms``: the drafter runs once for
-    the rows that the last cycle accepted and once for every level but the deepest.
+    the rows that the last cycle accepted and once for every level but the deepest. What the first
+    of these takes beyond a level's step belongs to ``cost_ms`` of 2 and more nodes.
 
     The accept length depends on the shape alone and the cost on N and D alone, so for each pair of
     them the tree of greatest accept length is the fastest; all depths are tried. Numbers of nodes
@@ -339,8 +340,8 @@ def choices(
 
     Args:
         rates: see the module.
-        cost_ms: milliseconds of everything in a cycle but the drafter, by nodes verified; 1 node =
-            plain decoding.
+        cost_ms: milliseconds of everything in a cycle but the drafter's steps, by nodes verified; 1
+            node = plain decoding.
         draft_ms: milliseconds of one drafter step.
         max_depth, max_children, first_draws: see ``best_tree``.
     """

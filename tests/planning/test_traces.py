@@ -52,8 +52,8 @@ def loop(tiny, plan, prompt, temperature):
     """Tokens of plain decoding, with DEPTH more; and what the loop accepts of them."""
     engine = tiny.engine(plan)
     sampling = SamplingParams(temperature, seed=7)
-    plain = engine.generate(prompt, NEW + DEPTH, speculative=False, sampling=sampling)
-    speculative = engine.generate(prompt, NEW, sampling=sampling)
+    plain = engine.generate(prompt, NEW + DEPTH, speculative=False, sampling=sampling).result()
+    speculative = engine.generate(prompt, NEW, sampling=sampling).result()
     return plain.tokens, speculative.accepted
 
 
