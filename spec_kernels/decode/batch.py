@@ -264,7 +264,12 @@ class Batch:
 
     @torch.inference_mode()
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
-        """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row."""
+        """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row.
+
+        ValueError for no ids, more than one request may hold, or a full batch; OutOfPages.
+        """
+        if not len(ids):
+            raise ValueError("batch: logits_after: expected at least one id, got none")
         row = self.num_requests
         if row == self.max_requests:
             raise ValueError("batch: logits_after: expected a free row, got a full batch")
@@ -288,11 +293,12 @@ class Batch:
             raise ValueError(
                 f"batch: max_new_tokens: expected at least 1, got {request.max_new_tokens}"
             )
-        wrong = [i for i in prompt if not 0 <= i < config.vocab_size]
-        if wrong:
-            raise ValueError(
-                f"batch: prompt: expected ids in [0, {config.vocab_size}), got {wrong[0]}"
-            )
+        for what, ids in (("prompt", prompt), ("stop_ids", request.stop_ids)):
+            wrong = [i for i in ids if not 0 <= i < config.vocab_size]
+            if wrong:
+                raise ValueError(
+                    f"batch: {what}: expected ids in [0, {config.vocab_size}), got {wrong[0]}"
+                )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"batch: stop_ids: expected at most {MAX_STOP_IDS}, got {len(request.stop_ids)}"

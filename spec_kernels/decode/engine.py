@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import torch
 
@@ -70,7 +71,7 @@ class Stream:
         return self
 
     def __next__(self) -> int:
-        while not self._rest and self._needs_more():
+        while self._needs_token():
             self.engine.step()
         return self._next(StopIteration)
 
@@ -78,8 +79,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> int:
-        while not self._rest and self._needs_more():
-            await self.engine.step_async()
+        while self._needs_token():
+            await self.engine.step_async(self._needs_token)
         return self._next(StopAsyncIteration)
 
     def result(self) -> Generation:
@@ -96,6 +97,9 @@ class Stream:
 
     def _needs_more(self) -> bool:
         return not self._parts and not self.is_done
+
+    def _needs_token(self) -> bool:
+        return not self._rest and self._needs_more()
 
     def _next(self, end: type[Exception]) -> int:
         if not self._rest and self._parts:
@@ -131,13 +135,15 @@ class Stream:
         self._error = part.error
         self.is_done = part.is_done
 
-    def closed(self) -> None:
-        """The engine's: nothing will follow."""
-        self.is_done = True
+    def closed(self, error: Exception | None = None) -> None:
+        """The engine's: nothing will follow, but ``error``."""
+        self._error, self.is_done = error, True
 
 
 class Engine:
     """Serves requests in the order of their coming, as many at a time as there is room for.
+
+    Its streams may be used from several threads and event loops: one step runs at a time.
 
     Args:
         target, drafter, plan, and further ones: as ``Batch``.
@@ -153,6 +159,9 @@ class Engine:
         self.batch = Batch(target, drafter, plan, **options)
         self._waiting: deque[Stream] = deque()
         self._streams: dict[int, Stream] = {}
+        # A closed stream must not change the batch in the middle of a cycle, nor may a cancelled
+        # task's step, whose thread goes on, meet the next one.
+        self._lock = threading.Lock()
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     def generate(
@@ -176,7 +185,8 @@ class Engine:
             OutOfPages: the pool is too small for it even when nobody else is there.
         """
         params = sampling or SamplingParams()
-        request = Request(prompt, max_new_tokens, params, tuple(stop_ids), speculative)
+        # Copies: the caller may go on with its list while the request waits.
+        request = Request(tuple(prompt), max_new_tokens, params, tuple(stop_ids), speculative)
         needed, pool = self.batch.num_pages(request), self.batch.cache.pool
         if needed > pool.num_pages:
             raise OutOfPages(f"engine: {needed} pages asked for, of {pool.num_pages} in all")
@@ -186,34 +196,39 @@ class Engine:
 
     def step(self) -> None:
         """Lets in who has room, runs one cycle, and hands its tokens out."""
-        self._admit()
-        for part in self.batch.step():
-            stream = self._streams[part.request]
-            stream.receive(part, self.batch.clock.seconds)
-            if part.is_done:
-                del self._streams[part.request]
+        with self._lock:
+            self._admit()
+            for part in self.batch.step():
+                stream = self._streams[part.request]
+                stream.receive(part, self.batch.clock.seconds)
+                if part.is_done:
+                    del self._streams[part.request]
 
-    async def step_async(self) -> None:
-        """``step`` on another thread; the tasks of one event loop take turns."""
+    async def step_async(self, is_needed: Callable[[], bool]) -> None:
+        """``step`` on another thread, if it ``is_needed`` still when the caller's turn comes."""
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = (loop, asyncio.Lock())
         async with self._turn[1]:
-            await asyncio.to_thread(self.step)
+            if is_needed():
+                await asyncio.to_thread(self.step)
 
     def withdraw(self, stream: Stream) -> None:
-        """Takes a request out, wherever it stands."""
-        if stream in self._waiting:
-            self._waiting.remove(stream)
-        for name, other in list(self._streams.items()):
-            if other is stream:
-                self.batch.leave(name)
-                del self._streams[name]
-        stream.closed()
+        """Takes a request out, wherever it stands, once the step under way is done."""
+        with self._lock:
+            if stream in self._waiting:
+                self._waiting.remove(stream)
+            for name, other in list(self._streams.items()):
+                if other is stream:
+                    self.batch.leave(name)
+                    del self._streams[name]
+            if not stream.is_done:
+                stream.closed()
 
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """``[V]`` logits of the token after ``ids``, from a forward of its own."""
-        return self.batch.logits_after(ids)
+        with self._lock:
+            return self.batch.logits_after(ids)
 
     def _admit(self) -> None:
         while self._waiting and self.batch.has_room(self._waiting[0].request):
@@ -221,6 +236,10 @@ class Engine:
             stream.joined(self.batch.clock.seconds)
             try:
                 name = self.batch.join(stream.request)
+            except Exception as error:
+                # It reaches whoever reads this stream, which need not be who runs the step.
+                stream.closed(error)
+                continue
             except BaseException:
                 stream.closed()
                 raise

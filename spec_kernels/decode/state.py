@@ -146,6 +146,7 @@ class BatchState:
         root.clamp_(min=0)
         lens.add_(num_accepted).add_(1)
         stopped = (tokens.unsqueeze(2) == self.stop_ids.unsqueeze(1)).flatten(1).any(1)
-        self.limits.masked_fill_(stopped, 0)
-        # An inert row has limit 0 and comes to length 0.
-        lens.masked_fill_(lens >= self.limits, -1)
+        done = torch.ge(lens, self.limits).logical_or_(stopped)
+        # An inert row comes to length 0 in each cycle; a limit of 0 keeps it inert.
+        self.limits.masked_fill_(done, 0)
+        lens.masked_fill_(done, -1)
