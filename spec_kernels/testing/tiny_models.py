@@ -1,4 +1,4 @@
-"""A tiny target and drafter on disk, and engines over them, for tests of the decode loop."""
+"""A tiny target and drafter on disk, and batches and engines over them, for tests of decoding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from spec_kernels.comm import Communicator
+from spec_kernels.decode.batch import Batch, Emitted
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
 from spec_kernels.models.config import DrafterConfig
@@ -24,6 +25,10 @@ PLANS = {
     "chain": DraftPlan("chain", 3),
     "static": DraftPlan("static", 3, 3, 10),
     "dynamic": DraftPlan("dynamic", 3, 3, 12),
+}
+DRAWN = {
+    "chain, drawn": DraftPlan("chain", 3, sampled=True),
+    "static, drawn": DraftPlan("static", 3, 3, 10, sampled=True),
 }
 
 
@@ -43,8 +48,12 @@ class Tiny:
         return target, Drafter.load(self.drafter, target, parallel)
 
     def engine(self, plan=PLANS["chain"], max_tokens=80, comm=None, parallel="auto", **options):
-        target, drafter = self.models(comm, parallel)
-        return Engine(target, drafter, plan, max_tokens=max_tokens, **options)
+        models = self.models(comm, parallel)
+        return Engine(*models, plan, max_tokens=max_tokens, **options)
+
+    def batch(self, plan=PLANS["chain"], max_tokens=80, comm=None, parallel="auto", **options):
+        models = self.models(comm, parallel)
+        return Batch(*models, plan, max_tokens=max_tokens, **options)
 
     @classmethod
     def write(cls, root: Path) -> Tiny:
@@ -54,3 +63,22 @@ class Tiny:
             checkpoints.write_checkpoint(root / "target", checkpoints.TARGET, tensors),
             checkpoints.write_checkpoint(root / "drafter", checkpoints.DRAFTER, drafter),
         )
+
+
+def drain(batch: Batch) -> dict[int, list[Emitted]]:
+    """Steps until nobody decodes and nothing is under way: what each request was given."""
+    parts: dict[int, list[Emitted]] = {}
+    while True:
+        found = batch.step()
+        for part in found:
+            parts.setdefault(part.request, []).append(part)
+        if not found and not batch.num_requests:
+            return parts
+
+
+def tokens_of(parts: list[Emitted]) -> list[int]:
+    """All tokens of a request, whose error is raised if it had one."""
+    for part in parts:
+        if part.error is not None:
+            raise part.error
+    return [token for part in parts for token in part.tokens]

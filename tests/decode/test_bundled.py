@@ -40,8 +40,9 @@ def eight_ranks(comm, plan):
         results = []
         for sampling in (SamplingParams(), SamplingParams(0.8, seed=1)):
             for prompt in PROMPTS:
-                plain = e.generate(prompt, NEW, speculative=False, sampling=sampling)
-                speculative = e.generate(prompt, NEW, sampling=sampling)
+                options = {"sampling": sampling}
+                plain = e.generate(prompt, NEW, speculative=False, **options).result()
+                speculative = e.generate(prompt, NEW, **options).result()
                 results.append((plain.tokens, speculative.tokens, speculative.accepted))
         return results
 
@@ -63,9 +64,10 @@ def test_exact_replay_of_the_bundled_model():
     dense = export.load_target(ASSETS / "target", torch.float32)
     drafter = export.load_drafter(ASSETS / "drafter", torch.float32)
     for prompt in PROMPTS:
-        speculative = e.generate(prompt, NEW)
-        text = torch.tensor([prompt + e.generate(prompt, NEW + steps, speculative=False).tokens])
-        right = evaluate.ttt_right(dense, drafter, e.drafter.captured_layers, text, steps)[:, 0]
+        speculative = e.generate(prompt, NEW).result()
+        plain = e.generate(prompt, NEW + steps, speculative=False).result()
+        text, layers = torch.tensor([prompt + plain.tokens]), e.batch.drafter.captured_layers
+        right = evaluate.ttt_right(dense, drafter, layers, text, steps)[:, 0]
         accepted = right.cumprod(0).sum(0).tolist()
         predicted, row = [], len(prompt) - 1
         for _ in speculative.accepted:

@@ -1,72 +1,99 @@
-"""What of the decode cycle could be captured as a graph, for every kind of draft."""
+"""Every kind of decode cycle could be captured as a graph, whatever requests it runs for."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
 from spec_kernels.comm.launch import launch
-from spec_kernels.decode.cycle import PhaseClock
+from spec_kernels.decode.batch import Request
+from spec_kernels.decode.captured import Kind
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.nests import named_tensors
-from spec_kernels.decode.sampling import SamplingParams
+from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
 from spec_kernels.models.layers import MoE
 from spec_kernels.testing import graph_safe
 from spec_kernels.testing.compare import assert_same_bits
-from spec_kernels.testing.tiny_models import PLANS, PROMPTS
+from spec_kernels.testing.tiny_models import DRAWN, PLANS, PROMPTS
 
-DRAWN = {
-    "chain, drawn": DraftPlan("chain", 3, sampled=True),
-    "static, drawn": DraftPlan("static", 3, 3, 10, sampled=True),
-}
-SAMPLED = SamplingParams(0.9, top_k=20, top_p=0.95, min_p=0.01, seed=7)
-SETTINGS = {"greedy": [SamplingParams()] * 3, "mixed": [SamplingParams(), SAMPLED, SAMPLED]}
+# A tree of its 12 nodes is never accepted to its end here.
+ALL = PLANS | DRAWN | {"dynamic": DraftPlan("dynamic", 3, 3, 20)}
+# The first cycles of these accept every number of drafts.
+STARTS = ([5, 12, 27, 17], [3, 34, 19, 15, 6, 27], PROMPTS[1])
+NEW = 40
+NUM_ROWS = 2
+SAMPLED = SamplingParams(
+    0.9, top_k=20, top_p=0.95, min_p=0.01, seed=7, logit_bias={4: 1.0}, allowed=range(38)
+)
+# Who may stand in a row: nobody, a greedy request, one that samples; and every mix of them.
+MIXES = list(itertools.product((None, SamplingParams(), SAMPLED), repeat=NUM_ROWS))
+CYCLES_EACH = 4
 
 
 class Served:
-    """Three requests; between cycles one leaves and another joins."""
+    """Rows of a batch that are filled by hand, one mix of requests after the other, while one and
+    the same cycle runs."""
 
-    def __init__(self, tiny, plan, settings):
-        self.engine = tiny.engine(plan, max_tokens=80, batch=3)
-        self.settings, self.plan = settings, plan
-        for request in range(3):
-            self.begin(request, request)
+    def __init__(self, tiny, plan):
+        everything = SamplingOptions(logit_bias=True, allowed=True)
+        options = {"max_requests": NUM_ROWS, "sampling": everything, "chunk": 32}
+        self.batch = tiny.batch(plan, max_tokens=80, **options)
+        self.num_joined = 0
 
-    def begin(self, request, number):
-        prompt = PROMPTS[number % 3]
-        self.engine.begin(request, prompt, 40, self.settings[request])
+    def cycle(self, kind):
+        plan = self.batch.plan
+        if kind == "plain":
+            return self.batch.cycle(NUM_ROWS, speculative=False)
+        kind = Kind(plan.num_nodes, plan.sampled, evicts=kind == "evicting")
+        return self.batch.cycles.cycle(kind, NUM_ROWS)
 
     def fill(self, run):
-        leaving = run % 3
-        self.engine.end(leaving)
-        if run % 2:
-            self.begin(leaving, run + 1)
+        if run % CYCLES_EACH == 0:
+            for row, sampling in enumerate(MIXES[run // CYCLES_EACH % len(MIXES)]):
+                self.put(row, sampling)
 
-    def inspect(self, function, fill=None, **options):
-        engine = self.engine
-        cache = engine.cache
-        buffers = {
-            "caches": (cache.target, cache.draft, cache.block_tables, cache.context_lens),
-            "start": engine.start,
-            "active": engine.active,
-            "sampling": engine.sampling,
-        }
-        return graph_safe.inspect(function, buffers, fill=fill or self.fill, **options)
+    def put(self, row, sampling):
+        """Into ``row``, whoever is there."""
+        cache, state, plan = self.batch.cache, self.batch.state, self.batch.plan
+        cache.release(row)
+        state.clear(row)
+        if sampling is None:
+            return
+        self.num_joined += 1
+        prompt = STARTS[self.num_joined % 3]
+        cache.reserve(row, len(prompt) + NEW)
+        state.set(row, sampling, (), len(prompt) + NEW - self.batch.slack)
+        self.batch.prefill.run(row, prompt, True)
+        # Heeded by cycles that evict: every size of a tree, and whole ones between.
+        few = self.num_joined // 2 % plan.num_nodes + 1
+        state.max_nodes[row].fill_(few if self.num_joined % 2 else plan.num_nodes)
+
+    def inspect(self, cycle):
+        """The report of a watched run for every mix, and the numbers of drafts accepted."""
+        accepted = set()
+
+        def fill(run):
+            verified = cycle.result.verified
+            accepted.update(verified.num_accepted[verified.tokens[:, 0] >= 0].tolist())
+            self.fill(run)
+
+        caches = self.batch.cache.target, self.batch.cache.draft
+        buffers = {"state": self.batch.state, "caches": caches}
+        num_runs = CYCLES_EACH * len(MIXES)
+        report = graph_safe.inspect(cycle.run, buffers, fill=fill, num_runs=num_runs)
+        report.require_safe()
+        return report, accepted
 
 
-def cycle_of(engine, speculative=True):
-    clock = PhaseClock(torch.device("cpu"))
-    cycle = engine.speculative if speculative else engine.plain
-    return lambda: cycle.run(clock)
-
-
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_cycle_is_safe(tiny, plan, settings):
-    served = Served(tiny, plan, settings)
-    report = served.inspect(cycle_of(served.engine), num_runs=4)
-    report.require_safe()
-    target = served.engine.target
+@pytest.mark.parametrize("kind", ["whole", "evicting"])
+@pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
+def test_the_cycle_is_safe_for_every_mix_and_outcome(tiny, plan, kind):
+    served = Served(tiny, plan)
+    report, accepted = served.inspect(served.cycle(kind))
+    assert accepted == set(range(plan.steps + 1))
+    target = served.batch.target
     # A MoE layer launches 12: 9 for attention, 2 norms, 1 for all experts.
     assert len(report.within("MLA.forward")) == 9 * len(target.layers)
     assert len(report.within("Target._add_norm")) == 2 * len(target.layers) + 1
@@ -74,77 +101,43 @@ def test_the_cycle_is_safe(tiny, plan, settings):
     assert report.by_op()["spec_kernels::tree_verify_compact"] == 1
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_plain_cycle_is_safe(tiny, settings):
-    served = Served(tiny, PLANS["chain"], settings)
-    served.inspect(cycle_of(served.engine, speculative=False)).require_safe()
-
-
-@pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)
-def test_drawing_drafts_is_safe_while_the_same_kinds_of_requests_are_served(tiny, plan):
-    served = Served(tiny, plan, SETTINGS["mixed"])
-    served.inspect(cycle_of(served.engine), lambda run: None, num_runs=5).require_safe()
-
-
-@pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)
-def test_what_is_not_yet_safe_the_host_chooses_how_drafts_are_drawn(tiny, plan):
-    """``SamplingTensors.any_sampled`` and ``any_greedy`` are the host's, and change ops.
-
-    With the last greedy request gone the choice between drawn and likeliest is left out; with the
-    last sampling one gone, drawing is, and q is no longer given to ``tree_verify``.
-    """
-    served = Served(tiny, plan, [SAMPLED] * 3)
-
-    def join_greedy(run):
-        served.engine.sampling.set(0, SamplingParams() if run == 2 else SAMPLED)
-
-    def all_greedy(run):
-        for request in range(3):
-            served.engine.sampling.set(request, SamplingParams() if run == 2 else SAMPLED)
-
-    found = served.inspect(cycle_of(served.engine), join_greedy).findings
-    assert [(f.kind, f.stack[0].function) for f in found] == [("sequence", "StaticDraft._drawn")]
-    found = served.inspect(cycle_of(served.engine), all_greedy).findings
-    assert [(f.kind, f.stack[1].function) for f in found] == [("sequence", "StaticDraft.draft")]
+def test_the_plain_cycle_is_safe_for_every_mix(tiny):
+    served = Served(tiny, PLANS["chain"])
+    served.inspect(served.cycle("plain"))
 
 
 def ranks_findings(comm, tiny, plan, parallel):
     torch.set_num_threads(1)
     with torch.inference_mode():
-        engine = tiny.engine(plan, comm=comm, parallel=parallel, batch=2)
-        for request in range(2):
-            engine.begin(request, PROMPTS[request], 40, SAMPLED)
-        report = graph_safe.inspect(cycle_of(engine), num_runs=2)
+        batch = tiny.batch(plan, comm=comm, parallel=parallel, max_requests=2)
+        for prompt in PROMPTS[:2]:
+            batch.join(Request(prompt, 40, SamplingParams(0.9, seed=7)))
+        report = graph_safe.inspect(batch.cycle(2, draws=plan.sampled).run, num_runs=2)
         return [str(finding) for finding in report.findings]
 
 
 @pytest.mark.parametrize("parallel", ["tp", "replicated", "leader"])
 def test_the_cycle_is_safe_on_every_rank(tiny, parallel):
-    assert launch(ranks_findings, 2, tiny, PLANS["static"], parallel, timeout=60) == [[], []]
+    plan = DRAWN["static, drawn"]
+    assert launch(ranks_findings, 2, tiny, plan, parallel, timeout=60) == [[], []]
 
 
-@pytest.mark.parametrize("plan", (PLANS | DRAWN).values(), ids=PLANS | DRAWN)
-def test_replays_of_one_recorded_cycle_equal_eager_cycles(tiny, plan):
-    """As requests join and leave, and at whatever is accepted."""
-    replayed, eager = (Served(tiny, plan, SETTINGS["mixed"]) for _ in range(2))
-    run = cycle_of(eager.engine)
-    run()
-    recording = graph_safe.record(cycle_of(replayed.engine))
+@pytest.mark.parametrize("kind", ["whole", "evicting"])
+@pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
+def test_replays_of_one_recorded_cycle_equal_eager_cycles(tiny, plan, kind):
+    """For every mix of requests, recorded when nobody was there."""
+    replayed, eager = (Served(tiny, plan) for _ in range(2))
+    cycle = eager.cycle(kind)
+    cycle.run()
+    recording = graph_safe.record(replayed.cycle(kind).run)
     accepted = set()
-    for number in range(9):
+    for number in range(CYCLES_EACH * len(MIXES)):
         for served in (replayed, eager):
-            # The first is greedy and stays, so that the host's choice of ops stays too.
-            if number in (3, 6):
-                served.engine.end(number // 3)
-            if number == 5:
-                served.begin(1, 0)
-        got, want = recording.replay(), run()
-        pairs = zip(named_tensors(got), named_tensors(want), strict=True)
-        for (_, a), (_, b) in pairs:
-            assert_same_bits(a, b)
-        for name in ("context_lens", "block_tables"):
-            caches = (replayed.engine.cache, eager.engine.cache)
-            assert_same_bits(*(getattr(cache, name) for cache in caches))
-        accepted |= set(want.num_accepted.tolist())
-    assert len(accepted) > 1
-    assert_same_bits(replayed.engine.cache.target, eager.engine.cache.target)
+            served.fill(number)
+        pairs = (recording.replay(), cycle.run()), (replayed.batch.state, eager.batch.state)
+        for got, want in pairs:
+            tensors = zip(named_tensors(got), named_tensors(want), strict=True)
+            for (_, a), (_, b) in tensors:
+                assert_same_bits(a, b)
+        accepted |= set(cycle.result.verified.num_accepted.tolist())
+    assert accepted == set(range(plan.steps + 1))

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from spec_kernels.decode.cycle import PhaseClock
-from spec_kernels.decode.drafting import DraftPlan, DraftStart, StaticDraft, pool_size, static_paths
-from spec_kernels.decode.engine import Engine
-from spec_kernels.decode.sampling import SamplingParams, draft_coins, draw
+from spec_kernels.decode.batch import Batch, Request
+from spec_kernels.decode.drafting import DraftPlan, StaticDraft, pool_size, static_paths
+from spec_kernels.decode.sampling import SamplingParams
+from spec_kernels.ops.draft_sample import draft_sample
 from spec_kernels.ops.tree_build import tree_from_paths
-from spec_kernels.testing.tiny_models import PLANS, PROMPTS
+from spec_kernels.testing.tiny_models import DRAWN, PLANS, PROMPTS
+
+GREEDY = SamplingParams()
 
 
-def drafted(engine, prompt, sampling=None):
-    """The tree that the first cycle after ``prompt`` would verify."""
-    engine.begin(0, prompt, 20, sampling)
-    proposal = engine.speculative.proposal
-    start = DraftStart(*(t.clone() for t in vars(engine.start).values()))
-    proposal.draft(start)
-    return proposal.build(start)
+def joined(batch, prompt, sampling=GREEDY):
+    """Where a draft would start, of one request that has just joined."""
+    batch.join(Request(prompt, 20, sampling))
+    return int(batch.state.start.root_tokens[0])
+
+
+def drafted(batch, prompt, sampling=GREEDY, proposal=None):
+    """The tree that the first cycle after ``prompt`` would verify, and the confidences beside."""
+    joined(batch, prompt, sampling)
+    proposal = proposal or batch.cycle(draws=sampling.temperature > 0).proposal
+    proposal.draft()
+    confidence = torch.full(proposal.tree.tokens.shape, float("nan"))
+    return proposal.build(confidence), confidence
 
 
 def paths(tree):
@@ -33,35 +42,33 @@ def paths(tree):
     return found
 
 
-def brute_force(engine, prompt, root, path, sampling=None):
-    """Draft logits after ``path``, from a chain drafted by itself on a cache of its own."""
-    alone = Engine(engine.target, engine.drafter, DraftPlan("chain", 8), max_tokens=80)
-    assert alone.begin(0, prompt, 20, sampling) == root
-    proposal, start = alone.speculative.proposal, alone.start
-    seen = [start.logits[0].clone()]
-    logits_of = alone.drafter.logits
+def brute_force(batch, prompt, root, path, sampling=GREEDY):
+    """Draft logits ``[Vd]`` after each prefix of ``path``, from a chain drafted by itself on a
+    cache of its own and teacher-forced: whatever is best, the path's next token is taken."""
+    drafter = batch.drafter
+    alone = Batch(batch.target, drafter, DraftPlan("chain", 8), max_tokens=80)
+    assert joined(alone, prompt, sampling) == root
+    proposal, target_ids, logits_of = alone.cycle().proposal, drafter.target_ids, drafter.logits
+    seen, choices = [], iter([*path, *[0] * 8])
+
+    def force():
+        drafter.target_ids = torch.full_like(target_ids, next(choices))
 
     def forced(normed):
         logits = logits_of(normed)
         seen.append(logits[0].clone())
+        force()
         return logits
 
-    target_ids = alone.drafter.target_ids
-    choices = iter(path)
-
-    class Choose:
-        """Teacher-forces the chain: whatever is best, the path's next token is taken."""
-
-        def take(self, best):
-            return torch.full_like(best, next(choices, 0))
-
-    alone.drafter.logits, alone.drafter.target_ids = forced, Choose()
+    seen.append(alone.state.start.logits[0].clone())
+    drafter.logits = forced
+    force()
     try:
-        proposal.draft(start)
+        proposal.draft()
     finally:
-        alone.drafter.target_ids = target_ids
-        del alone.drafter.logits
-    return [logits.float().log_softmax(-1) for logits in seen[: len(path) + 1]]
+        drafter.target_ids = target_ids
+        del drafter.logits
+    return [logits.float() for logits in seen[: len(path) + 1]]
 
 
 @pytest.mark.parametrize(
@@ -69,113 +76,123 @@ def brute_force(engine, prompt, root, path, sampling=None):
 )
 def test_case_21_a_chain_inside_a_tree_equals_the_chain_alone(tiny, plan):
     """Every node of the tree is among the best successors of its own path, drafted by itself."""
-    engine = tiny.engine(plan)
-    tree = drafted(engine, PROMPTS[0])
+    batch = tiny.batch(plan)
+    tree, _ = drafted(batch, PROMPTS[0])
     root = int(tree.tokens[0, 0])
     found = paths(tree)
     leaves = set(found) - set(tree.parents[0].tolist())
-    ids = engine.drafter.target_ids.tolist()
+    ids = batch.drafter.target_ids.tolist()
     for leaf in leaves:
         path = found[leaf]
-        for depth, log_probs in enumerate(brute_force(engine, PROMPTS[0], root, path)[:-1]):
-            best = [ids[i] for i in log_probs.topk(plan.topk).indices.tolist()]
+        for depth, logits in enumerate(brute_force(batch, PROMPTS[0], root, path)[:-1]):
+            best = [ids[i] for i in logits.topk(plan.topk).indices.tolist()]
             assert path[depth] in best
 
 
 def test_the_chain_takes_the_best_each_time(tiny):
-    engine = tiny.engine(DraftPlan("chain", 5))
-    tree = drafted(engine, PROMPTS[1])
-    path = tuple(tree.tokens[0, 1:].tolist())
-    ids = engine.drafter.target_ids
-    for depth, log_probs in enumerate(
-        brute_force(engine, PROMPTS[1], int(tree.tokens[0, 0]), path)[:-1]
-    ):
-        assert int(ids[log_probs.argmax()]) == path[depth]
+    batch = tiny.batch(DraftPlan("chain", 5))
+    tree, confidence = drafted(batch, PROMPTS[1])
+    root, path = int(tree.tokens[0, 0]), tuple(tree.tokens[0, 1:].tolist())
+    ids = batch.drafter.target_ids
+    for depth, logits in enumerate(brute_force(batch, PROMPTS[1], root, path)[:-1]):
+        assert int(ids[logits.argmax()]) == path[depth]
+        sure = float(logits.softmax(-1).max())
+        assert confidence[0, depth + 1] == pytest.approx(sure, rel=1e-4)
+    assert confidence[0, 0] == 1
 
 
 def test_the_dynamic_tree_is_eagle_2s(tiny):
     """Expansion and rerank redone with dictionaries over chains that are drafted alone."""
     steps, k, nodes = 3, 3, 9
-    engine = tiny.engine(DraftPlan("dynamic", steps, k, nodes))
-    tree = drafted(engine, PROMPTS[0])
-    root, ids = int(tree.tokens[0, 0]), engine.drafter.target_ids.tolist()
+    batch = tiny.batch(DraftPlan("dynamic", steps, k, nodes))
+    tree, confidence = drafted(batch, PROMPTS[0])
+    root, ids = int(tree.tokens[0, 0]), batch.drafter.target_ids.tolist()
     pool: list[tuple[float, tuple]] = []
     live = [(0.0, ())]
     for _ in range(steps):
         level = []
         for score, path in live:
-            log_probs = brute_force(engine, PROMPTS[0], root, path)[-1]
+            log_probs = brute_force(batch, PROMPTS[0], root, path)[-1].log_softmax(-1)
             best = log_probs.topk(k)
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             level += [(score + gain, (*path, ids[i])) for gain, i in pairs]
         pool += level
         live = sorted(level, key=lambda x: -x[0])[:k]
     assert len(pool) == pool_size(steps, k)
-    wanted = {path for _, path in sorted(pool, key=lambda x: -x[0])[: nodes - 1]}
-    assert set(paths(tree).values()) - {()} == wanted
+    best = sorted(pool, key=lambda x: -x[0])[: nodes - 1]
+    found = paths(tree)
+    assert set(found.values()) - {()} == {path for _, path in best}
+    # Of a node and its ancestors together.
+    sure = {path: math.exp(score) for score, path in best}
+    for node in range(1, nodes):
+        assert confidence[0, node] == pytest.approx(sure[found[node]], rel=1e-3)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_static_tree_of_any_shape(tiny, batch):
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_static_tree_of_any_shape(tiny, num_rows):
     """Branches below nodes that are not the best, gaps in ranks, leaves at every depth."""
-    engine = tiny.engine(PLANS["static"], batch=batch)
+    batch = tiny.batch(PLANS["static"], max_requests=num_rows)
     shape = [(0,), (2,), (0, 1), (2, 0), (2, 3), (2, 0, 0), (2, 3, 1)]
     parents, ranks = tree_from_paths(shape)
-    proposal = StaticDraft(engine.drafter, engine.cache, batch, parents, ranks)
-    engine.speculative.proposal = proposal
-    tree = drafted(engine, PROMPTS[0])
-    found, ids = paths(tree), engine.drafter.target_ids.tolist()
+    proposal = StaticDraft(batch.drafter, batch.state, parents, ranks)
+    tree, confidence = drafted(batch, PROMPTS[0], proposal=proposal)
+    found, ids = paths(tree), batch.drafter.target_ids.tolist()
     root = int(tree.tokens[0, 0])
     for node in range(1, len(parents)):
-        before = found[parents[node]]
-        log_probs = brute_force(engine, PROMPTS[0], root, before)[-1]
-        best = log_probs.topk(ranks[node] + 1).indices.tolist()
-        assert found[node][-1] == ids[best[-1]]
+        logits = brute_force(batch, PROMPTS[0], root, found[parents[node]])[-1]
+        best = int(logits.topk(ranks[node] + 1).indices[-1])
+        assert found[node][-1] == ids[best]
+        sure = float(logits.softmax(-1)[best])
+        assert confidence[0, node] == pytest.approx(sure, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [DraftPlan("chain", 4, sampled=True), DraftPlan("static", 3, 3, 14, sampled=True)],
-    ids=["chain", "static"],
-)
+@pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)
 def test_drawn_drafts_come_from_the_q_that_is_noted(tiny, plan):
-    """q of every node with children is its own path's, and its children are q's first draws."""
-    engine, sampling = tiny.engine(plan), SamplingParams(0.8, seed=5)
-    tree = drafted(engine, PROMPTS[0], sampling)
-    noted = engine.speculative.proposal.draft_probs[0].clone()
-    ids = engine.drafter.target_ids
+    """q of every node with children is its own path's, and its children are q's first draws: what
+    ``draft_sample`` gives for the logits of that path, drafted by itself."""
+    batch, sampling = tiny.batch(plan), SamplingParams(0.8, seed=5)
+    tree, _ = drafted(batch, PROMPTS[0], sampling)
+    noted = batch.cycle(draws=True).proposal.draft_probs[0].clone()
+    ids = batch.drafter.target_ids
     root, parents = int(tree.tokens[0, 0]), tree.parents[0].tolist()
-    found, greedy = paths(tree), paths(drafted(tiny.engine(plan), PROMPTS[0]))
+    found, greedy = paths(tree), paths(drafted(tiny.batch(plan), PROMPTS[0])[0])
     assert found != greedy
-    coins = draft_coins(5, range(30), plan.topk)
     for node in set(parents[1:]):
         path = found[node]
         children = [n for n, parent in enumerate(parents) if n and parent == node]
-        log_probs = brute_force(engine, PROMPTS[0], root, path, sampling)[-1]
-        q = noted[node][ids]
-        torch.testing.assert_close(q, (log_probs / 0.8).softmax(-1), rtol=1e-3, atol=1e-5)
+        logits = brute_force(batch, PROMPTS[0], root, path, sampling)[-1]
+        torch.testing.assert_close(
+            noted[node][ids], (logits / 0.8).softmax(-1), rtol=1e-3, atol=1e-5
+        )
         assert noted[node].sum() == pytest.approx(1.0, abs=1e-5)
-        position = len(PROMPTS[0]) + len(path) + 1
-        drawn = draw(q[None], coins[position : position + 1, : len(children)])
-        assert [found[n][-1] for n in children] == ids[drawn[0]].tolist()
+        wanted, _ = draft_sample(
+            logits[None, None],
+            ids,
+            torch.tensor([len(PROMPTS[0])]),
+            len(path) + 1,
+            len(children),
+            temperature=torch.tensor([0.8]),
+            seeds=torch.tensor([5]),
+            probs=torch.zeros(1, 1, noted.shape[1]),
+        )
+        assert [found[n][-1] for n in children] == wanted.flatten().tolist()
 
 
 def test_siblings_must_be_the_first_draws(tiny):
-    engine = tiny.engine(PLANS["static"])
+    batch = tiny.batch(PLANS["static"])
     parents, ranks = tree_from_paths([(0,), (2,)])
-    shared = (engine.drafter, engine.cache, 1, parents, ranks)
+    shared = (batch.drafter, batch.state, parents, ranks)
     StaticDraft(*shared)
     with pytest.raises(ValueError, match="ranks: expected the children .* got rank 2 after 1"):
-        StaticDraft(*shared, engine.sampling)
+        StaticDraft(*shared, draws=True)
 
 
-def test_a_superset_tree_accepts_at_least_as_much(tiny):
+def test_case_09_a_superset_tree_accepts_at_least_as_much(tiny):
     accepted = {}
     for nodes in (2, 4, 8, 16, 31):
-        engine = tiny.engine(DraftPlan("dynamic", 3, 4, nodes))
-        engine.begin(0, PROMPTS[1], 20)
-        verified = engine.speculative.run(PhaseClock(torch.device("cpu")))
-        accepted[nodes] = int(verified.num_accepted[0])
+        batch = tiny.batch(DraftPlan("dynamic", 3, 4, nodes))
+        joined(batch, PROMPTS[1])
+        accepted[nodes] = int(batch.cycle().run().verified.num_accepted)
     counts = list(accepted.values())
     assert counts == sorted(counts) and counts[-1] > 0
 
@@ -216,7 +233,7 @@ def test_impossible_plans_are_refused(arguments, message):
 
 def test_topk_beyond_the_draft_vocabulary_is_refused(tiny):
     with pytest.raises(ValueError, match="at most the draft vocabulary of 32, got 33"):
-        tiny.engine(DraftPlan("dynamic", 2, 33, 8))
+        tiny.batch(DraftPlan("dynamic", 2, 33, 8))
 
 
 def test_default_sizes():

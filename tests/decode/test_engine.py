@@ -6,24 +6,32 @@ import pytest
 import torch
 
 from spec_kernels.comm.launch import launch
-from spec_kernels.decode.cycle import PHASES, PhaseClock
+from spec_kernels.decode.batch import Request
+from spec_kernels.decode.cycle import PHASES
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
-from spec_kernels.decode.kv_cache import OutOfPages
+from spec_kernels.decode.kv_cache import INERT, OutOfPages
 from spec_kernels.decode.sampling import SamplingParams
-from spec_kernels.testing.tiny_models import PLANS, PROMPTS
+from spec_kernels.testing.tiny_models import DRAWN, PLANS, PROMPTS, drain, tokens_of
 from spec_kernels.training import eagle, evaluate, export
 
 NEW = 30
-DRAWN = {
-    "chain": DraftPlan("chain", 3, sampled=True),
-    "static": DraftPlan("static", 3, 3, 10, sampled=True),
-}
 
 
 def both(engine, prompt, new=NEW, **options):
-    plain = engine.generate(prompt, new, speculative=False, **options)
-    return plain, engine.generate(prompt, new, **options)
+    plain = engine.generate(prompt, new, speculative=False, **options).result()
+    return plain, engine.generate(prompt, new, **options).result()
+
+
+def first_token(batch):
+    """What the prompt of the request that joined last gave, before any cycle."""
+    return int(batch.prefill.result.verified.tokens)
+
+
+def cached(cache, num_tokens, row=0):
+    """What stands in the caches for a request's first tokens: the target's rows, the drafter's."""
+    at = cache.rows(torch.arange(num_tokens).unsqueeze(0), row)[0]
+    return cache.target.flatten(1, 2)[:, at], cache.draft.flatten(0, 1)[at]
 
 
 def ranks_texts(comm, tiny, plan, parallel, sampling):
@@ -92,10 +100,10 @@ def test_drawn_drafts_give_one_text_a_seed_and_more_of_it_a_cycle(tiny, plan):
     texts, drawn, best = [], [], []
     for seed in (0, 1, 2, 3, 0):
         options = {"sampling": SamplingParams(1.0, seed=seed)}
-        text = engine.generate(PROMPTS[1], 24, **options)
+        text = engine.generate(PROMPTS[1], 24, **options).result()
         texts.append((text.tokens, text.accepted))
         drawn += text.accepted
-        best += likeliest.generate(PROMPTS[1], 24, **options).accepted
+        best += likeliest.generate(PROMPTS[1], 24, **options).result().accepted
     assert texts[0] == texts[4]
     assert len({tuple(tokens) for tokens, _ in texts}) == 4
     assert sum(drawn) / len(drawn) > 1.1 * sum(best) / len(best)
@@ -103,23 +111,17 @@ def test_drawn_drafts_give_one_text_a_seed_and_more_of_it_a_cycle(tiny, plan):
 
 def test_drawn_drafts_in_a_mixed_batch_equal_those_alone(tiny):
     """A greedy request beside a sampled one: each as if it were alone."""
-    plan = DRAWN["static"]
+    plan = DRAWN["static, drawn"]
     wanted = [SamplingParams(), SamplingParams(1.0, seed=4), SamplingParams(0.6, seed=4)]
     alone = [
-        tiny.engine(plan).generate(p, 16, sampling=s).tokens
+        tiny.engine(plan).generate(p, 16, sampling=s).result().tokens
         for p, s in zip(PROMPTS, wanted, strict=True)
     ]
-    engine = tiny.engine(plan, batch=3)
-    texts = [[engine.begin(r, PROMPTS[r], 16, wanted[r])] for r in range(3)]
-    clock = PhaseClock(torch.device("cpu"))
-    while any(len(t) < 16 for t in texts):
-        verified = engine.speculative.run(clock)
-        for request, text in enumerate(texts):
-            if len(text) < 16:
-                text += engine.read(verified, request)[0]
-                if len(text) >= 16:
-                    engine.end(request)
-    assert [t[:16] for t in texts] == alone
+    batch = tiny.batch(plan, max_requests=3)
+    for prompt, sampling in zip(PROMPTS, wanted, strict=True):
+        batch.join(Request(prompt, 16, sampling))
+    parts = drain(batch)
+    assert [tokens_of(parts[name]) for name in range(3)] == alone
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,10 @@ def test_drawn_drafts_in_a_mixed_batch_equal_those_alone(tiny):
 )
 def test_case_11_ranks_draw_alike(tiny, tp, kind, parallel):
     sampling = SamplingParams(1.0, top_p=0.95, seed=3)
-    alone = ranks_texts(None, tiny, DRAWN[kind], "replicated", sampling)
+    plan = DRAWN[f"{kind}, drawn"]
+    alone = ranks_texts(None, tiny, plan, "replicated", sampling)
     assert any(sum(accepted) for _, _, accepted in alone)
-    for texts in launch(ranks_texts, tp, tiny, DRAWN[kind], parallel, sampling):
+    for texts in launch(ranks_texts, tp, tiny, plan, parallel, sampling):
         assert texts == alone
 
 
@@ -176,7 +179,7 @@ def test_extreme_shapes_are_lossless(tiny, plan):
 @pytest.mark.parametrize("plan", [PLANS["dynamic"], *DRAWN.values()], ids=["dynamic", *DRAWN])
 def test_sampling_keeps_the_targets_distribution(tiny, plan):
     """Second emitted token, whose drafts were in play, against the exact mixture over the first."""
-    engine = tiny.engine(plan, max_tokens=16)
+    engine = tiny.engine(plan, max_tokens=16, max_requests=40)
     prompt, temperature, num_texts = PROMPTS[0], 1.0, 800
 
     def probabilities(ids):
@@ -188,10 +191,12 @@ def test_sampling_keeps_the_targets_distribution(tiny, plan):
         for token in range(len(first))
         if first[token] > 1e-4
     )
+    settings = [SamplingParams(temperature, seed=seed) for seed in range(num_texts)]
+    texts = [engine.generate(prompt, 2, sampling=sampling) for sampling in settings]
     counts = torch.zeros_like(exact)
     accepted = 0
-    for seed in range(num_texts):
-        sampled = engine.generate(prompt, 2, sampling=SamplingParams(temperature, seed=seed))
+    for text in texts:
+        sampled = text.result()
         counts[sampled.tokens[1]] += 1
         accepted += sampled.accepted[0] > 0
     distance = 0.5 * (counts / num_texts - exact).abs().sum()
@@ -207,12 +212,11 @@ def test_exact_replay(tiny):
     engine = tiny.engine(DraftPlan("chain", steps))
     dense = export.load_target(tiny.target, torch.float32)
     drafter = export.load_drafter(tiny.drafter, torch.float32)
-    layers = engine.drafter.captured_layers
+    layers = engine.batch.drafter.captured_layers
     for prompt in PROMPTS[:2]:
-        speculative = engine.generate(prompt, NEW)
-        text = torch.tensor(
-            [prompt + engine.generate(prompt, NEW + steps, speculative=False).tokens]
-        )
+        speculative = engine.generate(prompt, NEW).result()
+        plain = engine.generate(prompt, NEW + steps, speculative=False).result()
+        text = torch.tensor([prompt + plain.tokens])
         right = evaluate.ttt_right(dense, drafter, layers, text, steps)[:, 0]
         predicted, row = [], len(prompt) - 1
         accepted = right.cumprod(0).sum(0).tolist()
@@ -228,113 +232,83 @@ def test_exact_replay(tiny):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_the_drafters_cache_is_that_of_a_run_from_scratch(tiny, plan):
     """After every extend: one row an emitted token, and each as if the text had been the prompt."""
-    engine, fresh = tiny.engine(plan), tiny.engine(plan)
-    prompt = PROMPTS[0]
-    text = [*prompt, engine.begin(0, prompt, NEW)]
-    clock = PhaseClock(torch.device("cpu"))
+    batch, fresh = tiny.batch(plan), tiny.batch(plan)
+    batch.join(Request(PROMPTS[0], NEW))
+    text = list(PROMPTS[0])
     for _ in range(4):
-        emitted, num_accepted = engine.read(engine.speculative.run(clock), 0)
-        assert len(emitted) == num_accepted + 1
-        text += emitted
-        assert engine.cache.context_lens.tolist() == [len(text) - 1]
-    following = fresh.begin(0, text[:-1], 8)
-    assert following == text[-1]
-    at = torch.arange(len(text) - 1).unsqueeze(0)
-    for ours, theirs in ((engine.cache, fresh.cache),):
-        kv = [c.draft.flatten(0, 1)[c.rows(at)[0]] for c in (ours, theirs)]
-        torch.testing.assert_close(*kv, rtol=2e-4, atol=2e-5)
-        latents = [c.target.flatten(1, 2)[:, c.rows(at)[0]] for c in (ours, theirs)]
-        torch.testing.assert_close(*latents, rtol=2e-4, atol=2e-5)
-    torch.testing.assert_close(engine.start.features, fresh.start.features, rtol=2e-4, atol=2e-5)
-    torch.testing.assert_close(engine.start.logits, fresh.start.logits, rtol=2e-4, atol=2e-5)
+        for part in batch.step():
+            assert len(part.tokens) == (part.num_accepted or 0) + 1
+            text += part.tokens
+        assert batch.cache.context_lens.tolist() == [len(text) - 1]
+    fresh.join(Request(text[:-1], 8))
+    assert first_token(fresh) == text[-1]
+    for ours, theirs in zip(*(cached(b.cache, len(text) - 1) for b in (batch, fresh)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+    for name in ("features", "logits"):
+        starts = (getattr(b.state.start, name) for b in (batch, fresh))
+        torch.testing.assert_close(*starts, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 16])
 def test_case_29_chunked_prefill_equals_a_single_chunk(tiny, chunk):
-    whole, parts = tiny.engine(chunk=64), tiny.engine(chunk=chunk)
     prompt = PROMPTS[1]
-    assert whole.begin(0, prompt, 8) == parts.begin(0, prompt, 8)
-    at = torch.arange(len(prompt)).unsqueeze(0)
-    for name in ("draft", "target"):
-        axis = 0 if name == "draft" else 1
-        rows = [
-            getattr(e.cache, name).flatten(axis, axis + 1).index_select(axis, e.cache.rows(at)[0])
-            for e in (whole, parts)
-        ]
-        torch.testing.assert_close(*rows, rtol=2e-4, atol=2e-5)
-    torch.testing.assert_close(whole.start.logits, parts.start.logits, rtol=2e-4, atol=2e-5)
+    whole, parts = tiny.batch(chunk=64), tiny.batch(chunk=chunk)
+    for batch in (whole, parts):
+        batch.join(Request(prompt, 8))
+    assert first_token(whole) == first_token(parts)
+    for a, b in zip(*(cached(x.cache, len(prompt)) for x in (whole, parts)), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+    starts = whole.state.start.logits, parts.state.start.logits
+    torch.testing.assert_close(*starts, rtol=2e-4, atol=2e-5)
 
 
 def test_case_05_padding_writes_nothing_and_a_smaller_batch_equals_a_fresh_one(tiny):
-    clock = PhaseClock(torch.device("cpu"))
-    used, fresh = tiny.engine(batch=3), tiny.engine(batch=3)
-    # Two other requests come, decode beside nothing, and go.
-    used.begin(1, PROMPTS[1], NEW)
-    used.begin(2, PROMPTS[2], NEW)
-    used.speculative.run(clock)
-    used.end(1)
-    used.end(2)
+    used, fresh = (tiny.batch(max_requests=3) for _ in range(2))
+    # Two other requests come, decode, and go.
+    others = [used.join(Request(prompt, NEW)) for prompt in PROMPTS[1:]]
+    used.step()
+    for name in others:
+        used.leave(name)
     outputs = []
-    for engine in (used, fresh):
-        assert engine.cache.pool.num_free == fresh.cache.pool.num_free
-        tokens = [engine.begin(0, PROMPTS[0], NEW)]
-        mine = set(engine.cache.block_tables[0].tolist()) - {0}
-        others = [p for p in range(engine.cache.draft.shape[0]) if p not in mine and p != 0]
-        engine.cache.draft[others] = float("nan")
-        engine.cache.target[:, others] = float("nan")
+    for batch in (used, fresh):
+        assert batch.cache.pool.num_free == fresh.cache.pool.num_pages
+        batch.join(Request(PROMPTS[0], NEW))
+        tokens = [first_token(batch)]
+        mine = set(batch.cache.block_tables[0].tolist())
+        free = [p for p in range(batch.cache.draft.shape[0]) if p not in mine]
+        batch.cache.draft[free] = float("nan")
+        batch.cache.target[:, free] = float("nan")
         for _ in range(5):
-            tokens += engine.read(engine.speculative.run(clock), 0)[0]
-        assert engine.cache.draft[others].isnan().all()
-        assert engine.cache.target[:, others].isnan().all()
-        assert engine.cache.context_lens.tolist() == [len(PROMPTS[0]) + len(tokens) - 1, 0, 0]
-        at = torch.arange(len(PROMPTS[0]) + len(tokens) - 1).expand(3, -1)
-        rows = engine.cache.rows(at)[0]
-        outputs.append(
-            (
-                tokens,
-                engine.cache.target.flatten(1, 2)[:, rows],
-                engine.cache.draft.flatten(0, 1)[rows],
-            )
-        )
+            verified = batch.cycle(3).run().verified
+            tokens += verified.tokens[0, : verified.num_accepted[0] + 1].tolist()
+            assert verified.tokens[1:].eq(-1).all() and not verified.num_accepted[1:].any()
+        assert batch.cache.draft[free].isnan().all()
+        assert batch.cache.target[:, free].isnan().all()
+        length = len(PROMPTS[0]) + len(tokens) - 1
+        assert batch.cache.context_lens.tolist() == [length, INERT, INERT]
+        outputs.append((tokens, *cached(batch.cache, length)))
     assert outputs[0][0] == outputs[1][0]
     assert torch.equal(outputs[0][1], outputs[1][1])
     assert torch.equal(outputs[0][2], outputs[1][2])
 
 
-def test_requests_of_a_batch_do_not_touch_each_other(tiny):
-    clock = PhaseClock(torch.device("cpu"))
-    for plan in PLANS.values():
-        alone = tiny.engine(plan)
-        wanted = [alone.generate(p, NEW).tokens for p in PROMPTS]
-        engine = tiny.engine(plan, batch=3)
-        texts = [[engine.begin(r, p, NEW)] for r, p in enumerate(PROMPTS)]
-        while any(len(t) < NEW for t in texts):
-            verified = engine.speculative.run(clock)
-            for request, text in enumerate(texts):
-                if len(text) < NEW:
-                    text += engine.read(verified, request)[0]
-                    if len(text) >= NEW:
-                        engine.end(request)
-        assert [t[:NEW] for t in texts] == wanted
-
-
 def test_case_06_no_accepted_draft_still_gives_the_bonus(tiny, monkeypatch):
     engine = tiny.engine()
-    plain = engine.generate(PROMPTS[1], NEW, speculative=False)
-    draft = engine.speculative.proposal.draft
+    plain = engine.generate(PROMPTS[1], NEW, speculative=False).result()
+    cycle = engine.batch.cycle()
+    draft = cycle.proposal.draft
 
-    def wrong(start):
-        draft(start)
+    def wrong():
+        draft()
         # The right token follows the text so far; any other is wrong.
-        tree = engine.speculative.proposal.tree
-        tree.tokens[:, 1:] = (tree.tokens[:, 1:] * 0) + 39
+        cycle.proposal.tree.tokens[:, 1:] = 39
 
-    monkeypatch.setattr(engine.speculative.proposal, "draft", wrong)
+    monkeypatch.setattr(cycle.proposal, "draft", wrong)
     assert 39 not in plain.tokens
-    speculative = engine.generate(PROMPTS[1], NEW)
+    speculative = engine.generate(PROMPTS[1], NEW).result()
     assert speculative.tokens == plain.tokens
     assert speculative.accepted == [0] * (NEW - 1)
-    assert engine.speculative.verified.accept_index.tolist() == [[0, -1, -1, -1]]
+    assert cycle.result.verified.accept_index.tolist() == [[0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("right", [1, 2, 3])
@@ -342,128 +316,129 @@ def test_every_accept_count_is_lossless(tiny, monkeypatch, right):
     """Drafts copied from the plain text, wrong from draft ``right`` on."""
     engine = tiny.engine()
     prompt = PROMPTS[0]
-    plain = engine.generate(prompt, NEW + 4, speculative=False).tokens
-    tree = engine.speculative.proposal.tree
+    plain = engine.generate(prompt, NEW + 4, speculative=False).result().tokens
+    proposal, cache = engine.batch.cycle().proposal, engine.batch.cache
 
-    def scripted(start):
-        done = int(engine.cache.context_lens[0]) - len(prompt) + 1
+    def scripted():
+        done = int(cache.context_lens[0]) - len(prompt) + 1
         for i in range(1, 4):
             token = plain[done + i - 1] if done + i - 1 < len(plain) else 0
-            tree.tokens[0, i] = token if i <= right else (token + 1) % 40
+            proposal.tree.tokens[0, i] = token if i <= right else (token + 1) % 40
 
-    monkeypatch.setattr(engine.speculative.proposal, "draft", scripted)
-    speculative = engine.generate(prompt, NEW)
+    monkeypatch.setattr(proposal, "draft", scripted)
+    speculative = engine.generate(prompt, NEW).result()
     assert speculative.tokens == plain[:NEW]
     assert set(speculative.accepted) == {right}
 
 
 def test_case_22_replaying_a_cycle_refreshes_the_capture_buffer(tiny):
-    engine, clock = tiny.engine(), PhaseClock(torch.device("cpu"))
-    text = [*PROMPTS[0], engine.begin(0, PROMPTS[0], NEW)]
+    batch = tiny.batch()
+    batch.join(Request(PROMPTS[0], NEW))
+    text = [*PROMPTS[0], first_token(batch)]
     dense = export.load_target(tiny.target, torch.float32)
-    buffer = engine.speculative.capture.data_ptr()
+    cycle = batch.cycle()
+    buffer = cycle.capture.data_ptr()
     for _ in range(3):
         before = len(text) - 1
-        text += engine.read(engine.speculative.run(clock), 0)[0]
-        _, streams, _ = dense(torch.tensor([text[:-1]]), engine.drafter.captured_layers)
+        verified = cycle.run().verified
+        text += verified.tokens[0, : verified.num_accepted[0] + 1].tolist()
+        _, streams, _ = dense(torch.tensor([text[:-1]]), batch.drafter.captured_layers)
         rows = len(text) - 1 - before
-        assert engine.speculative.capture.data_ptr() == buffer
-        captured = engine.speculative.captured[0, :rows].flatten(1)
+        assert cycle.capture.data_ptr() == buffer
+        captured = cycle.captured[0, :rows].flatten(1)
         torch.testing.assert_close(captured, streams[0, before:], rtol=1e-3, atol=1e-4)
 
 
 def test_case_25_one_hidden_row_an_emitted_token(tiny):
-    engine, clock = tiny.engine(), PhaseClock(torch.device("cpu"))
-    engine.begin(0, PROMPTS[0], NEW)
-    seen = []
-    fuse = engine.drafter.fuse
-    engine.drafter.fuse = lambda captured: seen.append(captured.shape[0]) or fuse(captured)
+    batch = tiny.batch()
+    batch.join(Request(PROMPTS[0], NEW))
+    cycle, seen = batch.cycle(), []
+    fuse = batch.drafter.fuse
+    batch.drafter.fuse = lambda captured: seen.append(captured.shape[0]) or fuse(captured)
     for _ in range(6):
-        before = engine.cache.context_lens.clone()
-        emitted, num_accepted = engine.read(engine.speculative.run(clock), 0)
-        grown = engine.cache.context_lens - before
-        assert grown.item() == len(emitted) == num_accepted + 1
+        before = batch.cache.context_lens.clone()
+        verified = cycle.run().verified
+        grown = batch.cache.context_lens - before
+        num_emitted = int((verified.tokens >= 0).sum())
+        assert grown.item() == num_emitted == verified.num_accepted.item() + 1
     assert seen == [4] * 6  # a static number of rows, enough for every accept length
 
 
 def test_case_26_stale_rows_of_longer_prompts_are_inert(tiny):
     used, fresh = tiny.engine(), tiny.engine()
-    used.generate(PROMPTS[1], NEW)  # leaves its positions, tokens and features in every buffer
-    used.speculative.capture.fill_(1e4)
-    used._prefill_capture.fill_(1e4)
+    used.generate(PROMPTS[1], NEW).result()  # leaves its rows in every buffer
+    used.batch.cycle().capture.fill_(1e4)
+    used.batch.prefill.capture.fill_(1e4)
     for prompt in (PROMPTS[0], PROMPTS[2]):
-        a, b = used.generate(prompt, NEW), fresh.generate(prompt, NEW)
+        a, b = (engine.generate(prompt, NEW).result() for engine in (used, fresh))
         assert (a.tokens, a.accepted) == (b.tokens, b.accepted)
 
 
 def test_case_28_caches_end_together_and_an_abort_leaves_nothing(tiny):
     prompt = PROMPTS[1]
     engine = tiny.engine(max_tokens=len(prompt) + NEW, page_size=1)
-    free = engine.cache.pool.num_free
-    wanted = engine.generate(prompt, NEW)
+    cache = engine.batch.cache
+    free = cache.pool.num_free
+    wanted = engine.generate(prompt, NEW).result()
     assert len(wanted.tokens) == NEW
-    assert engine.cache.draft.shape[0] == engine.cache.target.shape[1]
+    assert cache.draft.shape[0] == cache.target.shape[1]
     with pytest.raises(ValueError, match="at most"):
         engine.generate(prompt, NEW + 1)
-
-    class Stop(Exception):
-        pass
-
-    def abort(tokens, num_accepted):
-        raise Stop
-
-    for _ in range(3):
-        with pytest.raises(Stop):
-            engine.generate(prompt, NEW, on_tokens=lambda t, n: abort(t, n) if n else None)
-        assert engine.cache.pool.num_free == free
-        assert engine.cache.context_lens.tolist() == [0]
-        assert engine.generate(prompt, NEW).tokens == wanted.tokens
+    for num_parts in range(4):
+        stream = engine.generate(prompt, NEW)
+        parts = stream.parts()
+        got = [token for _ in range(num_parts) for token in next(parts).tokens]
+        stream.close()
+        assert got == wanted.tokens[: len(got)]
+        assert cache.pool.num_free == free
+        assert cache.context_lens.tolist() == [INERT] and not cache.block_tables.any()
+        assert engine.generate(prompt, NEW).result().tokens == wanted.tokens
 
 
 def test_a_full_pool_refuses_before_anything_is_written(tiny):
-    engine = tiny.engine(batch=2, num_pages=6, page_size=16)
-    engine.begin(0, PROMPTS[0], 40)
-    before = [
-        t.clone() for t in (engine.cache.target, engine.cache.draft, engine.cache.block_tables)
-    ]
+    batch = tiny.batch(max_requests=2, num_pages=6, page_size=16)
+    name = batch.join(Request(PROMPTS[0], 40))
+    kept = [*batch.state.tensors(), batch.cache.target, batch.cache.draft]
+    before = [t.clone() for t in kept]
+    second = Request(PROMPTS[1], 40)
+    assert not batch.has_room(second)
     with pytest.raises(OutOfPages, match="pages asked for"):
-        engine.begin(1, PROMPTS[1], 40)
-    after = (engine.cache.target, engine.cache.draft, engine.cache.block_tables)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    engine.end(0)
-    assert engine.begin(1, PROMPTS[1], 40) >= 0
+        batch.join(second)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    assert batch.num_requests == 1
+    batch.leave(name)
+    assert batch.has_room(second)
+    batch.join(second)
+    assert len(tokens_of(drain(batch)[1])) == 40
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 def test_any_page_size(tiny, page_size):
     plan = PLANS["dynamic"]
-    wanted = tiny.engine(plan).generate(PROMPTS[1], NEW)
-    got = tiny.engine(plan, page_size=page_size).generate(PROMPTS[1], NEW)
+    wanted = tiny.engine(plan).generate(PROMPTS[1], NEW).result()
+    got = tiny.engine(plan, page_size=page_size).generate(PROMPTS[1], NEW).result()
     assert (got.tokens, got.accepted) == (wanted.tokens, wanted.accepted)
 
 
 def test_stop_ids_end_the_text_within_a_cycle(tiny):
     engine = tiny.engine()
-    plain = engine.generate(PROMPTS[0], NEW, speculative=False).tokens
+    plain = engine.generate(PROMPTS[0], NEW, speculative=False).result().tokens
     stop = plain[10]
     end = plain.index(stop) + 1
     for speculative in (False, True):
-        parts = []
-        result = engine.generate(
-            PROMPTS[0],
-            NEW,
-            speculative=speculative,
-            stop_ids=[stop],
-            on_tokens=lambda tokens, accepted, parts=parts: parts.append((tokens, accepted)),
-        )
+        options = {"speculative": speculative, "stop_ids": [stop]}
+        result = engine.generate(PROMPTS[0], NEW, **options).result()
         assert result.tokens == plain[:end]
-        assert [t for tokens, _ in parts for t in tokens] == result.tokens
-        assert all(0 <= accepted <= len(tokens) for tokens, accepted in parts)
+        parts = list(engine.generate(PROMPTS[0], NEW, **options).parts())
+        assert [t for part in parts for t in part.tokens] == result.tokens
+        assert parts[0].num_accepted is None
+        assert [part.num_accepted for part in parts[1:]] == result.accepted
+        assert [part.is_done for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
 def test_phases_and_streaming_add_up(tiny):
     engine = tiny.engine()
-    result = engine.generate(PROMPTS[0], NEW)
+    result = engine.generate(PROMPTS[0], NEW).result()
     assert tuple(result.phase_seconds) == PHASES
     assert all(seconds > 0 for seconds in result.phase_seconds.values())
     assert sum(result.phase_seconds.values()) <= result.seconds
@@ -472,11 +447,13 @@ def test_phases_and_streaming_add_up(tiny):
 
 def test_the_first_difference_has_its_logits(tiny):
     engine = tiny.engine()
-    plain = engine.generate(PROMPTS[0], 6, speculative=False).tokens
+    plain = engine.generate(PROMPTS[0], 6, speculative=False).result().tokens
     for at in range(6):
         logits = engine.logits_after([*PROMPTS[0], *plain[:at]])
         assert int(logits.argmax()) == plain[at]
-    assert engine.cache.context_lens.tolist() == [0]
+    assert engine.batch.cache.context_lens.tolist() == [INERT]
+    with pytest.raises(ValueError, match="logits_after: expected at least one id"):
+        engine.logits_after([])
 
 
 @pytest.mark.parametrize(
@@ -492,33 +469,50 @@ def test_the_first_difference_has_its_logits(tiny):
 )
 def test_bad_requests_are_refused(tiny, prompt, new, message):
     engine = tiny.engine()
-    free = engine.cache.pool.num_free
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, new)
-    assert engine.cache.pool.num_free == free
+    with pytest.raises(ValueError, match=message):
+        engine.batch.join(Request(prompt, new))
+    assert engine.batch.cache.pool.num_free == engine.batch.cache.pool.num_pages
+
+
+@pytest.mark.parametrize(
+    "stop_ids, message",
+    [
+        # What pads emitted rows is no id: a request must not stop at it.
+        ([-1], r"stop_ids: expected ids in \[0, 40\), got -1"),
+        ([3, 40], r"stop_ids: expected ids in \[0, 40\), got 40"),
+        (list(range(9)), "stop_ids: expected at most 8, got 9"),
+    ],
+)
+def test_bad_stop_ids_are_refused(tiny, stop_ids, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.engine().generate(PROMPTS[0], 4, stop_ids=stop_ids)
 
 
 def test_logits_that_are_not_numbers_are_reported(tiny):
     target, drafter = tiny.models()
     target.final_norm.fill_(float("nan"))
     engine = Engine(target, drafter, PLANS["chain"], max_tokens=64)
-    with pytest.raises(RuntimeError, match="not numbers"):
-        engine.generate(PROMPTS[0], 8)
-    assert engine.cache.context_lens.tolist() == [0]
+    with pytest.raises(RuntimeError, match="the target's logits are not numbers"):
+        engine.generate(PROMPTS[0], 8).result()
+    assert engine.batch.cache.context_lens.tolist() == [INERT]
 
 
-def test_draft_logits_that_are_not_numbers_are_reported(tiny):
-    engine = tiny.engine(DRAWN["chain"])
-    engine.begin(0, PROMPTS[0], 8, SamplingParams(1.0))
-    engine.start.logits.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="the drafter's logits are not numbers"):
-        engine.read(engine.speculative.run(PhaseClock(torch.device("cpu"))), 0)
+@pytest.mark.parametrize("plan", (PLANS | DRAWN).values(), ids=PLANS | DRAWN)
+def test_draft_logits_that_are_not_numbers_cost_drafts_and_nothing_else(tiny, plan):
+    target, drafter = tiny.models()
+    drafter.final_norm.fill_(float("nan"))
+    engine = Engine(target, drafter, plan, max_tokens=64)
+    for sampling in (SamplingParams(), SamplingParams(1.0, seed=2)):
+        plain, speculative = both(engine, PROMPTS[0], 12, sampling=sampling)
+        assert speculative.tokens == plain.tokens
 
 
 def test_speculation_needs_a_drafter(tiny):
     target, _ = tiny.models()
     engine = Engine(target, max_tokens=64)
-    assert engine.generate(PROMPTS[0], 4, speculative=False).tokens
+    assert engine.generate(PROMPTS[0], 4, speculative=False).result().tokens
     with pytest.raises(ValueError, match="expected a drafter"):
         engine.generate(PROMPTS[0], 4)
 

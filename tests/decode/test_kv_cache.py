@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_kernels.decode.kv_cache import KVCache, OutOfPages, PagePool
+from spec_kernels.decode.kv_cache import INERT, KVCache, OutOfPages, PagePool
 
 
 class Cacheless:
@@ -60,10 +60,36 @@ def test_release_gives_everything_back():
     c.context_lens[0] = 7
     c.release(0)
     assert c.pool.num_free == 6
-    assert not c.block_tables.any() and not c.context_lens.any()
+    assert not c.block_tables.any() and c.context_lens.tolist() == [INERT, INERT]
     assert not c.rows(torch.arange(12).expand(2, -1)).any()
     c.release(0)
     assert c.pool.num_free == 6
+
+
+def test_a_request_moves_with_its_pages_and_length():
+    c = cache()
+    c.reserve(1, 10)
+    c.context_lens[1] = 9
+    at = torch.arange(12).unsqueeze(0)
+    rows = c.rows(at, 1)
+    c.move(1, 0)
+    assert torch.equal(c.rows(at, 0), rows) and not c.rows(at, 1).any()
+    assert c.context_lens.tolist() == [9, INERT]
+    assert c.pool.num_free == 3
+    c.reserve(0, 12)  # what it holds is known where it went
+    assert c.pool.num_free == 3
+    c.release(0)
+    assert c.pool.num_free == 6
+
+
+def test_a_view_of_some_requests_shares_the_storage():
+    c = cache()
+    c.reserve(1, 10)
+    view = c.view(slice(1, 2))
+    assert view.target is c.target and view.draft is c.draft and view.layers is c.layers
+    assert torch.equal(view.block_tables[0], c.block_tables[1])
+    view.context_lens.fill_(5)
+    assert c.context_lens.tolist() == [INERT, 5]
 
 
 def test_refusals_change_nothing():
@@ -72,7 +98,7 @@ def test_refusals_change_nothing():
     before = c.block_tables.clone(), c.rows(torch.arange(12).expand(2, -1)).clone()
     with pytest.raises(OutOfPages, match="2 pages asked for, 1 free"):
         c.reserve(1, 8)
-    with pytest.raises(ValueError, match="13 tokens asked for request 1, at most 12"):
+    with pytest.raises(ValueError, match="13 tokens asked for one request, at most 12"):
         c.reserve(1, 13)
     assert torch.equal(c.block_tables, before[0])
     assert torch.equal(c.rows(torch.arange(12).expand(2, -1)), before[1])

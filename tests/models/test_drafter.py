@@ -67,7 +67,7 @@ def run_committed(drafter, ids, captured, first_position=0):
             causal_words(NUM_ROWS),
             at,
             cache.block_tables,
-            cache.context_lens,
+            torch.zeros(1, dtype=torch.int64),
         )
         feature, normed = drafter.forward(step, drafter.fuse(captured), cache.draft)
         return drafter.logits(normed), feature

@@ -48,7 +48,7 @@ def forward(target, ids, capture=None, logit_rows=None):
             causal_words(ids.shape[1]),
             at,
             cache.block_tables,
-            cache.context_lens,
+            torch.zeros(1, dtype=torch.int64),
         )
         return target.forward(step, cache.target, capture, logit_rows)
 
@@ -197,7 +197,8 @@ def test_a_tree_node_gets_what_its_path_alone_gets(plain):
         words = torch.tensor([[[sum(1 << n for n in path)] for path in paths]], dtype=torch.int32)
         depths = torch.tensor([[len(path) - 1 for path in paths]])
         slots = torch.arange(5).unsqueeze(0)
-        step = Step(ids, depths, words, slots, cache.block_tables, cache.context_lens)
+        start = torch.zeros(1, dtype=torch.int64)
+        step = Step(ids, depths, words, slots, cache.block_tables, start)
         tree = target.forward(step, cache.target)
     for node in (3, 4):
         chain = forward(target, ids[:, paths[node]])
