@@ -776,6 +776,7 @@ def _face(op: str, *args) -> None:
 FACES = {
     "tree_attention": functools.partial(_attention_face, "tree_attention"),
     "tree_attention_mla": functools.partial(_attention_face, "tree_attention_mla"),
+    "hidden_capture": functools.partial(_face, "hidden_capture"),
     "merge_states": functools.partial(_face, "merge_states"),
     "rope_append": functools.partial(_face, "rope_append"),
     "rope_append_mla": functools.partial(_face, "rope_append_mla"),

@@ -209,7 +209,7 @@ def test_launches_beyond_the_promise_fail(gpu_check, monkeypatch):
         return names
 
     few = gpu_check.launches("cpu", count(1))
-    assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2] + 6 * [1]
+    assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2] + 7 * [1]
     many = gpu_check.launches("cpu", count(3))["failed"]
     assert "context 32: 3 kernels, 2 promised" in many and "8192" not in many
     assert "the profiler saw no kernel" in gpu_check.launches("cpu", count(0))["failed"]

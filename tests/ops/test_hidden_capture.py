@@ -1,3 +1,5 @@
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from spec_kernels import _library
 from spec_kernels.ops import hidden_capture
 from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, poisoned
 
-BACKENDS = ("reference", "cpu", "cuda_on_host")
+BACKENDS = ("reference", "cpu", "cuda_on_host", "triton")
 OP = torch.ops.spec_kernels.hidden_capture.default
 ROOT = Path(__file__).resolve().parents[2]
 EPS = 1e-5
@@ -407,3 +409,61 @@ def test_views_that_interleave_are_apart(backend):
     assert_same_bits(views[1], residual)
     assert_same_bits(views[2], expected)
     assert_same_bits(views[0], x)
+
+
+def test_rows_longer_than_triton_keeps(dtype):
+    """Their end is no multiple of a part; out may still be x, and x the residual."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles in this process")
+    check_accuracy("triton", dtype, [(3, 16385), (2, 20000)])
+    x, residual, weight = make(2, 20000, dtype)
+    want = hidden_capture(x, residual.clone(), weight, EPS, backend="triton")
+    assert hidden_capture(x, residual, weight, EPS, out=x, backend="triton") is x
+    assert_same_bits(x, want)
+    twice = residual.clone()
+    hidden_capture(twice, twice, weight, EPS, backend="triton")
+    assert_same_bits(twice, residual + residual)
+
+
+def test_triton_wants_tensors_that_have_values():
+    pytest.importorskip("triton")
+    x, residual, weight = (t.to("meta") for t in make(2, 8))
+    with pytest.raises(ValueError, match="backend: expected tensors on cuda .*, got meta"):
+        hidden_capture(x, residual, weight, EPS, backend="triton")
+
+
+def build(element, hidden, has_x, arch):
+    """Registers and so on of one build; for a process that has not chosen the interpreter."""
+    kernels = importlib.import_module("spec_kernels.ops.hidden_capture.triton")
+    kernel, sizes = kernels.hidden_capture_kernel, kernels.block_sizes(hidden)
+    constants = sizes | {"HAS_X": has_x, "HAS_CAPTURE": True}
+    types = {n: f"*{element}" for n in ("x", "residual", "weight", "out", "capture")}
+    divisible = [*types, *(n for n in kernel.arg_names if n.startswith("stride_"))]
+    types |= {"eps": "fp32"}
+    types |= {n: "i32" for n in kernel.arg_names if n not in types and n not in constants}
+    compile_kernel = importlib.import_module("triton_budgets").compile_kernel
+    warps = kernels.num_warps(sizes["BLOCK"])
+    return compile_kernel(
+        kernel, types, constants, divisible, arch, warps, 3, enable_fp_fusion=False
+    )
+
+
+def test_triton_builds_within_its_budget():
+    pytest.importorskip("triton")
+    here = Path(__file__).resolve().parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, here.parent, here)))}
+    env.pop("TRITON_INTERPRET", None)
+    code = (
+        "import json, test_hidden_capture as t\n"
+        "kinds = [(e, h, x, a) for a in (80, 90, 120) for e, h, x in (('bf16', 7168, True), "
+        "('fp32', 16384, True), ('bf16', 192, False), ('bf16', 18432, True))]\n"
+        "print(json.dumps([[*k, t.build(*k)] for k in kinds]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 12
+    for *kind, usage in found:
+        assert usage["spills"] == 0, (kind, usage)
+        assert usage["registers"] <= 128 and usage["shared"] <= 1024, (kind, usage)
