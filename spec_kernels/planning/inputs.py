@@ -242,11 +242,22 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
         notes.append(
             f"of the cycle's {cycle_ms:.1f} ms, {inside:.1f} are in its phases ("
             + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items())
-            + "); the rest streams text and runs the loop"
+            + "); the rest lies between them"
         )
     notes.append(
         "the last cycle of a text may emit more than was asked for: measured speeds leave that out"
     )
+    batch = count(str(path), "batch", report.get("batch", 1))
+    if batch > 1:
+        # A histogram counts requests' cycles; the loop's own are of all requests that are there.
+        filled = num_cycles / one["num_cycles"]
+        notes.append(f"of a batch of {batch}, {filled:.1f} requests were there in a cycle")
+    by_nodes = one.get("cycles_by_nodes", {})
+    if isinstance(by_nodes, dict) and len(by_nodes) > 1:
+        notes.append(
+            "rates are of cycles with different numbers of drafts: "
+            + ", ".join(f"{num} of {nodes} nodes" for nodes, num in by_nodes.items())
+        )
     kind = report["draft"].get("kind") if isinstance(report.get("draft"), dict) else None
     if kind not in (None, "chain"):
         notes.append(f"accuracies are by depth of a {kind} tree, not of a chain")
@@ -260,8 +271,9 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
         steps,
         num_cycles,
         cycle_ms,
-        1e3 / _number(path, one, "plain_step_ms", 0),
-        notes=tuple(notes),
+        1e3 * batch / _number(path, one, "plain_step_ms", 0),
+        batch,
+        tuple(notes),
     )
 
 

@@ -160,6 +160,19 @@ def test_a_tree_is_told_from_a_chain(write):
     assert any("depth of a static tree" in note for note in found.notes)
 
 
+def test_a_batch_and_adapted_drafts(write):
+    """9 cycles of requests in 5 of the loop, each 20 ms; a plain step of 25 ms gives 4 tokens."""
+    histogram, by_nodes = {"1": 4, "2": 2, "3": 3}, {"1": 1, "3": 4}
+    changes = {"accept_histogram": histogram, "cycles_by_nodes": by_nodes, "plain_step_ms": 25.0}
+    found = inputs.read_decode_report(write({**decode_report(**changes), "batch": 4}))
+    assert found.batch == 4 and found.cycle_ms == pytest.approx(20.0)
+    assert found.plain_tok_s == pytest.approx(160.0) and found.num_cycles == 9
+    assert "of a batch of 4, 1.8 requests were there in a cycle" in found.notes
+    assert any("1 of 1 nodes, 4 of 3 nodes" in note for note in found.notes)
+    with pytest.raises(ValueError, match="batch: expected an integer >= 1, got 0"):
+        inputs.read_decode_report(write({**decode_report(), "batch": 0}))
+
+
 @pytest.mark.parametrize(
     "report, message",
     [
