@@ -101,6 +101,7 @@ class Answer:
         costs: parts of a cycle to be shown with it; None where not asked for.
         chains: no drafts, 1, 2, ..., each with its cycle by the same costs; one request's tok/s.
         trees: the fastest tree of each number of nodes, likewise; empty without a trace.
+        is_published: whether it is the published case, whose figures are then shown too.
     """
 
     num_drafts: int
@@ -118,6 +119,7 @@ class Answer:
     costs: CycleCost | None = None
     chains: tuple[Choice, ...] = ()
     trees: tuple[Choice, ...] = ()
+    is_published: bool = False
 
     @property
     def best_chain(self) -> Choice | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from spec_kernels.planning import cli, plots
+from spec_kernels.planning import plots, report
 from spec_kernels.planning.answer import Answer
 
 _TITLE = "Is speculative decoding worth it?"
@@ -26,7 +26,7 @@ def render(answer: Answer) -> str:
 
     ValueError where matplotlib is not installed.
     """
-    words, _, tables = cli.render(answer).partition("\n\n")
+    words, _, tables = report.render(answer).partition("\n\n")
     figures = [f"<figure>{svg}</figure>" for svg in plots.svg_pictures(answer)]
     pair, rest = figures[:2], figures[2:]
     lines = [

@@ -83,7 +83,8 @@ def case() -> Answer:
         plain_tok_s=PLAIN_TOK_S,
         acceptance=by_hand(FULL_ACCURACY, "published: drafter of 100K samples, epoch 1 of 5"),
     )
-    return replace(answer, costs=published.modelled(published.point(published.CASE)))
+    thirty_ms = published.modelled(published.point(published.CASE))
+    return replace(answer, costs=thirty_ms, is_published=True)
 
 
 def _point(what: str, value: float, decimals: int, computed: float, how: str, bounded: str = ""):

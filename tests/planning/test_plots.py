@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_kernels.planning import cli, page, plots, published, published_case, viability
+from spec_kernels.planning import page, plots, published, published_case, report, viability
 from spec_kernels.planning.answer import Cycle, make_answer
 from spec_kernels.planning.inputs import by_hand
 from spec_kernels.planning.parts import CycleCost, CyclePart
@@ -226,7 +226,7 @@ def test_the_page_stands_alone(name, num_plots, tmp_path):
     assert "url(#" in text and "@import" not in text and "<script" not in text
     ids = re.findall(r'<(?:clipPath|pattern) id="([^"]*)"', text)
     assert len(ids) == len(set(ids))
-    for line in cli.render(answer).splitlines():
+    for line in report.render(answer).splitlines():
         assert line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
 
 
