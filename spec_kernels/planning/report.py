@@ -42,6 +42,10 @@ def _wrap(mark: str, text: str) -> list[str]:
 def _in_words(answer: Answer) -> list[str]:
     """The answer first: each target, break-even, the drafter, what would help more."""
     drafts = _plural(answer.num_drafts, "draft")
+    modelled = {c.ms for c in answer.cycles if c.high is not None and c.high > c.ms}
+
+    def at(ms: float) -> str:
+        return f"at a modelled {ms:.3g} ms" if ms in modelled else f"at {ms:.3g} ms"
 
     def needs(rows) -> str:
         parts = []
@@ -52,7 +56,7 @@ def _in_words(answer: Answer) -> list[str]:
                 takes = "no draft need be right"
             else:
                 takes = f"conditional accuracy {r.bounded:.2f}"
-            parts.append(f"{r.accept_length:.2f} at {r.cycle_ms:.3g} ms ({takes})")
+            parts.append(f"{r.accept_length:.2f} {at(r.cycle_ms)} ({takes})")
         return ", ".join(parts)
 
     lines = []
@@ -66,7 +70,7 @@ def _in_words(answer: Answer) -> list[str]:
         length = answer.predictions[0].accept_length
         parts, most = [], []
         for p in answer.predictions:
-            text = f"{_speed(p.tok_s.value)} tok/s at {p.cycle.ms:.3g} ms"
+            text = f"{_speed(p.tok_s.value)} tok/s {at(p.cycle.ms)}"
             notes = [] if p.tok_s.is_exact else [f"{_speed(p.tok_s.low)}-{_speed(p.tok_s.high)}"]
             notes += [] if p.speedup is None else [f"{p.speedup.value:.2f}x plain"]
             parts.append(text + (f" ({', '.join(notes)})" if notes else ""))

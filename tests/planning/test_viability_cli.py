@@ -48,7 +48,7 @@ def test_published_case_in_text(run):
         "most accept length 3, 100 tok/s; the unbounded formula 1/(1-p) would say p = 0.72, 0.78, "
         "0.83",
         "150 tok/s with 2 drafts takes accept length 4.50 at 30 ms (out of reach), 2.25 at 15 ms "
-        "(conditional accuracy 0.72), ",
+        "(conditional accuracy 0.72), 1.72 at a modelled 11.5 ms (conditional accuracy 0.48).",
         "150 30.00 4.50 out of reach 0.78",
         "150 15.00 2.25 0.72 0.56",
         "200 15.00 3.00 1.00 0.67",
