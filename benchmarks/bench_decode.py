@@ -1,58 +1,50 @@
-"""Decoding end to end: plain and speculative, on 8 ranks and on one, against transformers.
+"""Decoding end to end: plain and speculative, on 8 ranks and on one, in batches, and against
+transformers.
 
-    python benchmarks/bench_decode.py [--rounds N] [--new-tokens N] [--prompts N] [--json FILE]
+    python benchmarks/bench_decode.py [--rounds N] [--new-tokens N] [--prompts N] [--threads N]
+                                      [--batches N ...] [--json FILE]
 
 The bundled target and drafter on held-out prompts, greedily, with a chain of 3 drafts (the main
 job's settings). Checked first: speculative and plain give the same tokens, and so does
 ``transformers`` generate on the same float32 weights (with one rank, so that it has the same
 cores). Then timed in turns: a sample is one pass over all prompts, prefill not counted (for
 transformers: generate's time less that of generating one token).
+
+Then batches, on one rank: so many prompts at a time, plain against a chain of 3 drafts, against
+chains of 1 to 5, and against the adaptive rule, in turns; every text must be plain decoding's.
+Milliseconds by phase are of the chain of 3. ``decode_launches.py`` counts the launches.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 import numpy as np
 import torch
+from bundled import ASSETS, held_out, models, quotient
+from decode_batches import bench_batches
 
 from spec_kernels.comm import Communicator
 from spec_kernels.comm.launch import launch
 from spec_kernels.comm.policy import num_cores
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
-from spec_kernels.models.config import DrafterConfig, TargetConfig
-from spec_kernels.models.drafter import Drafter
-from spec_kernels.models.target import Target
-from spec_kernels.testing.timing import Ratio, write_json
+from spec_kernels.testing.timing import write_json
 
 GOAL = 1.5
-
-
-def held_out(count: int) -> list[list[int]]:
-    prompts = json.loads((ASSETS / "prompts.json").read_text())
-    return [prompts[i * len(prompts) // count]["token_ids"] for i in range(count)]
-
-
-def engine(comm, longest: int) -> Engine:
-    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
-    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
-    target = Target.load(ASSETS / "target", comm, captured_layers=layers)
-    drafter = Drafter.load(ASSETS / "drafter", target)
-    return Engine(target, drafter, DraftPlan("chain", 3), max_tokens=longest)
 
 
 def sample_loop(comm, prompts: list[list[int]], new: int, rounds: int) -> dict:
     """Seconds a decoded token of each round, plain and speculative in turns; and the tokens."""
     with torch.inference_mode():
-        e = engine(comm, max(map(len, prompts)) + new)
+        longest = max(map(len, prompts)) + new
+        e = Engine(*models(comm), DraftPlan("chain", 3), max_tokens=longest)
         texts, seconds, accepted = {}, {"plain": [], "speculative": []}, []
         for turn in range(rounds + 1):
             for name in seconds:
-                results = [e.generate(p, new, speculative=name == "speculative") for p in prompts]
+                streams = (e.generate(p, new, speculative=name == "speculative") for p in prompts)
+                results = [stream.result() for stream in streams]
                 texts[name] = [r.tokens for r in results]
                 if turn:  # the first one makes buffers
                     decoded = sum(len(t) - 1 for t in texts[name])
@@ -102,11 +94,6 @@ def sample_transformers(prompts: list[list[int]], new: int, rounds: int) -> dict
     return {"texts": texts, "seconds": seconds}
 
 
-def quotient(rival: list[float], ours: list[float]) -> Ratio:
-    values = np.array(rival) / np.array(ours)
-    return Ratio(*(float(np.percentile(values, p)) for p in (50, 10, 90)))
-
-
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:
     """How many texts are the same; a difference can be a near tie of two roundings."""
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -118,6 +105,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=num_cores(), help="of one rank")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--json")
     options = parser.parse_args()
     prompts, new, rounds = held_out(options.prompts), options.new_tokens, options.rounds
@@ -128,7 +117,7 @@ def main():
     one = None
     for tp in (8, 1):
         if tp == 1:
-            torch.set_num_threads(num_cores())
+            torch.set_num_threads(options.threads)
             result = one = sample_loop(Communicator.single(), prompts, new, rounds)
         else:
             result = launch(sample_loop, tp, prompts, new, rounds)[0]
@@ -161,6 +150,7 @@ def main():
         row["agreement"] = agreement(one["texts"], theirs["texts"])
         print(f"  {row['agreement']}")
         rows.append(row)
+    rows += bench_batches(options.batches, new, rounds)
     if options.json:
         write_json(options.json, rows)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_decode import held_out, quotient
+from bundled import held_out, quotient
 from record_traces import models
 
 from spec_kernels.decode.adaptive import CostTable, isotonic

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench_decode import held_out
+from bundled import held_out
 
 from spec_kernels.comm import Communicator
 from spec_kernels.decode.cli import ASSETS
