@@ -30,9 +30,12 @@ SK_HOST_DEVICE inline uint64_t draft_below(uint32_t coin, uint64_t total) {
 
 // ---- CPU row kernels.
 
-// q of the values in blocks [first_block, last_block), and the sums of its weights.
-SK_DECLARE_KERNEL(void drafter_probs(const Weights& w, float inverse_total, int64_t first_block,
-                                     int64_t last_block, float* q, uint64_t* sums))
+// The weights of the values in blocks [first_block, last_block), and by block their sums.
+SK_DECLARE_KERNEL(void drafter_weights(const Weights& w, int64_t first_block, int64_t last_block,
+                                       float* weights, uint64_t* sums))
+// Makes q of weights, and the sums those of its weights.
+SK_DECLARE_KERNEL(void drafter_probs(float inverse_total, int64_t first_block, int64_t last_block,
+                                     float* weights, uint64_t* sums))
 // The first id of the block whose cumulative weight exceeds `below`.
 SK_DECLARE_KERNEL(int64_t find_draft(const float* q, int64_t block, uint64_t below))
 

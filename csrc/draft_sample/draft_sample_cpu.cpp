@@ -58,50 +58,53 @@ class Drafter {
   }
 
   void take_likeliest() {
-    float inverse = 0.0f;
-    if (w_.greatest > kLowest) {
-      w_.inverse_temperature = 1.0f;
-      inverse = inverse_total(sum_weights(w_, s_));
-    }
+    const float inverse = weigh(1.0f);
     for (int64_t i = 0; i < a_.num_drafts; ++i) {
       const int64_t id = s_.ids[static_cast<size_t>(i)];
-      const float value = s_.values[static_cast<size_t>(id)];
-      float weight = 0.0f;
-      if (value > kLowest) {
-        const float log = value == w_.greatest ? 0.0f : value - w_.greatest;
-        weight = SK_KERNEL(exp_of)(std::max(log, kLeastLog));
-      }
-      put(i, id, weight * inverse);
+      const bool is_value = s_.values[static_cast<size_t>(id)] > kLowest;
+      put(i, id, is_value ? s_.q[static_cast<size_t>(id)] * inverse : 0.0f);
     }
+  }
+
+  // Leaves the weights in s_.q; returns what brings their sum to 1, and 0 where there is no value.
+  float weigh(float temperature) {
+    s_.q.resize(s_.values.size());
+    s_.sums.resize(static_cast<size_t>(s_.num_blocks()));
+    if (w_.greatest == kLowest) {
+      std::fill(s_.q.begin(), s_.q.end(), 0.0f);
+      return 0.0f;
+    }
+    w_.inverse_temperature = inverse_temperature(temperature);
+    const auto kernel = SK_KERNEL(drafter_weights);
+    float* weights = s_.q.data();
+    uint64_t* sums = s_.sums.data();
+    for_chunks(s_.num_blocks(), kBlocksPerChunk,
+               [&](int64_t, int64_t begin, int64_t end) { kernel(w_, begin, end, weights, sums); });
+    return inverse_total(sum_of_blocks());
+  }
+
+  uint64_t sum_of_blocks() const {
+    uint64_t total = 0;
+    for (const uint64_t sum : s_.sums) total += sum;
+    return total;
   }
 
   // Leaves q in s_.q, its weights in s_.sums and q at the target ids in probs; returns the sum of
   // the weights.
   uint64_t find_q() {
-    const int64_t num_blocks = s_.num_blocks();
-    s_.q.resize(s_.values.size());
-    s_.sums.resize(static_cast<size_t>(num_blocks));
+    const float inverse = weigh(a_.temperature.at_or(b_, 1.0f));
+    const auto kernel = SK_KERNEL(drafter_probs);
     float* q = s_.q.data();
-    if (w_.greatest == kLowest) {
-      std::fill(s_.q.begin(), s_.q.end(), 0.0f);
-      std::fill(s_.sums.begin(), s_.sums.end(), 0);
-    } else {
-      w_.inverse_temperature = inverse_temperature(a_.temperature.at_or(b_, 1.0f));
-      const float inverse = inverse_total(sum_weights(w_, s_));
-      const auto kernel = SK_KERNEL(drafter_probs);
-      for_chunks(num_blocks, kBlocksPerChunk, [&](int64_t, int64_t begin, int64_t end) {
-        kernel(w_, inverse, begin, end, q, s_.sums.data());
-      });
-    }
+    uint64_t* sums = s_.sums.data();
+    for_chunks(s_.num_blocks(), kBlocksPerChunk,
+               [&](int64_t, int64_t begin, int64_t end) { kernel(inverse, begin, end, q, sums); });
     float* probs = a_.probs.at(b_, p_);
     if (a_.target_ids) {
       for (int64_t id = 0; id < a_.vocab; ++id) probs[a_.target_id(id)] = q[id];
     } else {
       std::copy_n(q, a_.vocab, probs);
     }
-    uint64_t total = 0;
-    for (const uint64_t sum : s_.sums) total += sum;
-    return total;
+    return sum_of_blocks();
   }
 
   // The id that the coin picks of what is left.
@@ -147,6 +150,13 @@ void check_values(const DraftSampleArgs& a) {
     any_draws |= a.draws(b);
   }
   if (!any_draws || !a.target_ids) return;
+  uint64_t outside = 0;  // its sign bit, of any
+  const uint64_t last = static_cast<uint64_t>(a.num_ids) - 1;
+  for (int64_t id = 0; id < a.vocab; ++id) {
+    const uint64_t target = static_cast<uint64_t>(a.target_id(id));
+    outside |= target | (last - target);
+  }
+  if (outside >> 63 == 0) return;
   for (int64_t id = 0; id < a.vocab; ++id) {
     const int64_t target = a.target_id(id);
     SK_CHECK(target >= 0 && target < a.num_ids, kOp, indexed("target_ids", id).c_str(),

@@ -4,23 +4,41 @@
 namespace spec_kernels {
 namespace SK_ISA {
 
-void drafter_probs(const Weights& w, float inverse_total, int64_t first_block, int64_t last_block,
-                   float* q, uint64_t* sums) {
+namespace {
+
+// Stores f(i) of sixteen elements at a time, and by block the sums of what that is truncated to.
+template <class F>
+SK_INLINE void store_and_sum(int64_t first_block, int64_t last_block, float* out, uint64_t* sums,
+                             const F& f) {
   for (int64_t block = first_block; block < last_block; ++block) {
     U32x16 high = {};
     U32x16 low = {};
     // Per lane at most 8 * 2^24 and 8 * 2^16; over lanes 2^31 at most.
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
-      const F32x16 weight = exp_weight(log_weight(w, load(w.values + i)));
-      const I32x16 counts = greater_equal(weight, splat(kLeastWeight));
-      const F32x16 own = (F32x16)((I32x16)(weight * inverse_total) & counts);
-      store(q + i, own);
-      const Fixed fixed = to_fixed(own);
+      const F32x16 v = f(i);
+      store(out + i, v);
+      const Fixed fixed = to_fixed(v);
       high += fixed.high;
       low += fixed.low;
     }
     sums[block] = (uint64_t{sum(high)} << 16) + sum(low);
   }
+}
+
+}  // namespace
+
+void drafter_weights(const Weights& w, int64_t first_block, int64_t last_block, float* weights,
+                     uint64_t* sums) {
+  store_and_sum(first_block, last_block, weights, sums,
+                [&](int64_t i) { return exp_weight(log_weight(w, load(w.values + i))); });
+}
+
+void drafter_probs(float inverse_total, int64_t first_block, int64_t last_block, float* weights,
+                   uint64_t* sums) {
+  store_and_sum(first_block, last_block, weights, sums, [&](int64_t i) {
+    const F32x16 weight = load(weights + i);
+    return (F32x16)((I32x16)(weight * inverse_total) & greater_equal(weight, splat(kLeastWeight)));
+  });
 }
 
 int64_t find_draft(const float* q, int64_t block, uint64_t below) {
