@@ -8,6 +8,7 @@ stands before it. Shapes are static; the tokens are all that depends on data.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -428,6 +429,7 @@ class DraftPlan:
         sampled: whether requests that sample have their drafts drawn from the drafter's
             distribution, not for dynamic trees. Their text is then distributed as plain decoding's
             but not the same; without, it is the same token for token.
+        paths: shape of a static tree (``of_paths``); None = ``static_paths``.
     """
 
     kind: str = "chain"
@@ -435,6 +437,7 @@ class DraftPlan:
     topk: int = 1
     num_nodes: int | None = None
     sampled: bool = False
+    paths: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -477,6 +480,22 @@ class DraftPlan:
                 f"{self.num_draft_rows}"
             )
 
+    @classmethod
+    def of_paths(cls, paths: Iterable[Sequence[int]], sampled: bool = False) -> DraftPlan:
+        """A static tree of the given shape, such as ``planning.tree_shape`` finds.
+
+        Args:
+            paths: of its nodes, each the ranks from the root on, as for ``tree_from_paths``.
+
+        ValueError if there are none, or they are none of a tree.
+        """
+        paths = tuple(tuple(path) for path in paths)
+        if not paths:
+            raise ValueError("drafting: paths: expected at least one, got none")
+        parents, ranks = tree_from_paths(paths)
+        steps, topk = max(len(path) for path in paths), 1 + max(ranks)
+        return cls("static", steps, topk, len(parents), sampled, paths)
+
     def _most_candidates(self) -> int:
         if self.kind == "dynamic":
             return pool_size(self.steps, self.topk)
@@ -509,7 +528,8 @@ class DraftPlan:
         if self.kind != "static" or num_nodes == 1:
             parents, ranks = list(range(-1, num_nodes - 1)), [0] * num_nodes
         else:
-            parents, ranks = tree_from_paths(static_paths(self.steps, self.topk, num_nodes))
+            paths = self.paths or static_paths(self.steps, self.topk, num_nodes)
+            parents, ranks = tree_from_paths(paths)
         return StaticDraft(drafter, state, parents, ranks, draws and self.sampled and num_nodes > 1)
 
     @property

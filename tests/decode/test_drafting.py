@@ -241,3 +241,16 @@ def test_default_sizes():
     assert DraftPlan("dynamic", 3, 4).num_nodes == 16
     assert DraftPlan("dynamic", 1, 3).num_nodes == 4
     assert DraftPlan("static", 2, 2).num_nodes == 7
+
+
+def test_a_plan_of_given_paths_is_that_tree(tiny):
+    shape = [(0,), (2,), (0, 1), (2, 0), (2, 3)]
+    plan = DraftPlan.of_paths(shape)
+    assert (plan.kind, plan.steps, plan.topk, plan.num_nodes) == ("static", 2, 4, 6)
+    engine = tiny.engine(plan)
+    assert engine.batch.cycle().proposal.tree.parents[0].tolist() == tree_from_paths(shape)[0]
+    plain = engine.generate(PROMPTS[0], 12, speculative=False).result()
+    assert engine.generate(PROMPTS[0], 12).result().tokens == plain.tokens
+    for paths, message in (([], "expected at least one"), ([(0, 1)], "paths")):
+        with pytest.raises(ValueError, match=message):
+            DraftPlan.of_paths(paths)
