@@ -29,7 +29,7 @@ from bundled import held_out, quotient
 from record_traces import models
 
 from spec_kernels.decode.adaptive import CostTable, isotonic
-from spec_kernels.decode.drafting import DraftPlan, StaticDraft
+from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
 from spec_kernels.planning import published
 from spec_kernels.planning.adapting import judge
@@ -53,28 +53,12 @@ RUNGS = (1, 2, 3, 4, 5, 6, 7, 9)
 CONTEXTS = (0, 65536)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShapePlan(DraftPlan):
-    """A static tree of given paths."""
-
-    shape: Shape | None = None
-
-    @classmethod
-    def of(cls, shape: Shape) -> ShapePlan:
-        return cls("static", shape.depth, shape.num_children, shape.num_nodes, shape=shape)
-
-    def make(self, drafter, state, draws=False, num_nodes=None):
-        if num_nodes == 1:
-            return super().make(drafter, state, draws, num_nodes)
-        return StaticDraft(drafter, state, *self.shape.nodes())
-
-
 class Loop:
     """Decodes the prompts with one shape; plainly where it has no drafts."""
 
     def __init__(self, target, drafter, shape: Shape, prompts: list[list[int]], new: int):
         self.shape, self.prompts, self.new = shape, prompts, new
-        plan = ShapePlan.of(shape) if shape.paths else None
+        plan = DraftPlan.of_paths(shape.paths) if shape.paths else None
         longest = max(map(len, prompts)) + new
         self.engine = Engine(target, drafter if plan else None, plan, max_tokens=longest)
         # Of each round: seconds a token, milliseconds a cycle, and the drafter's share of them.
