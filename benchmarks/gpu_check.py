@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_merge_states
+import bench_moe_experts
 import gpu_attention
 import torch
 from gpu_attention import ATTENTION, PAGE, RIVALS
@@ -62,6 +63,7 @@ FLUSH_BYTES = 256 << 20
 AIM_SHARE, AIM_CONTEXT = 0.85, 8192  # of a measured copy, from that context on
 AIM_NODES = 1.1  # 16 nodes against one
 LAYER_LAUNCHES = 3
+MOE_LAUNCHES = 4
 
 Row = dict[str, object]
 Measure = Callable[[Callable[[int], object]], float]
@@ -281,11 +283,14 @@ def _kimi_layer(device: str, context: int, num_nodes: int) -> Callable[[], objec
 
 
 def launches(device: str = "cuda", count=num_kernels) -> Row:
-    """Against what is promised: three of a verify layer, one of everything else."""
+    """Against what is promised: three of a verify layer, four of experts, one of the rest."""
     functions = {}
     if kinds("tree_attention_mla") and kinds("rope_append_mla"):
         functions["verify layer, context 8192"] = (LAYER_LAUNCHES, _kimi_layer(device, 8192, 4))
         functions["verify layer, context 32"] = (LAYER_LAUNCHES - 1, _kimi_layer(device, 32, 4))
+    if kinds("moe_experts"):
+        call = next(calls.CALLS["moe_experts"](False)).map(lambda t: t.to(device))
+        functions["moe_experts"] = (MOE_LAUNCHES, lambda call=call: call.run(None))
     for op in (
         "tree_build",
         "draft_sample",
@@ -528,6 +533,51 @@ def time_hidden_capture(
         }
 
 
+def time_moe(
+    device: str = "cuda",
+    measure: Measure = microseconds,
+    num_experts: int = 384,
+    hidden: int = 7168,
+    inner: int = 256,
+) -> Iterator[Row]:
+    """One rank's experts of Kimi-K2.5 at TP 8, INT4 and bf16, against gathering those that were
+    chosen, dequantised, for one batched product."""
+    copy = copy_gbps(device, measure, COPY_BYTES if device == "cuda" else 1 << 16)
+    top_k, num_inputs = 8, 16 if device == "cuda" else 2
+    for kind in ("int4", "bf16"):
+        weights = bench_moe_experts.make(
+            hidden, inner, inner, num_experts, kind, torch.Generator(device).manual_seed(0)
+        )
+        for num_rows in (1, 4, 16, 64):
+            # Every call chooses other experts, so that they come from memory.
+            inputs = torch.randn(num_inputs, num_rows, hidden, device=device).bfloat16()
+            out = torch.empty_like(inputs[0])
+
+            def ours(i, inputs=inputs, weights=weights, out=out):
+                x = inputs[i % num_inputs]
+                return spec_kernels.moe_experts(x, **weights, top_k=top_k, out=out)
+
+            def theirs(i, inputs=inputs, weights=weights):
+                return bench_moe_experts.gathered(inputs[i % num_inputs], weights, top_k)
+
+            traffic = [bench_moe_experts.traffic(x, weights, top_k) for x in inputs]
+            num_bytes = sum(t.bytes for t in traffic) / num_inputs
+            us, rival = measure(ours), "-"
+            if num_rows <= 16:  # beyond, what is gathered is larger than a device
+                torch.testing.assert_close(ours(0), theirs(0), atol=5e-2, rtol=5e-2)
+                rival = measure(theirs)
+            yield {
+                "experts": kind,
+                "rows": num_rows,
+                "distinct experts": round(sum(t.num_experts for t in traffic) / num_inputs, 1),
+                "us": round(us, 2),
+                "gathered us": rival if rival == "-" else round(rival, 2),
+                "times faster": rival if rival == "-" else round(rival / us, 2),
+                "weights GB/s": round(num_bytes / us / 1e3, 1),
+                "share of copy": round(num_bytes / us / 1e3 / copy, 3),
+            }
+
+
 def time_small(device: str = "cuda", measure: Measure = microseconds) -> Iterator[Row]:
     """The ops whose cost is mostly that of a launch; rivals where one expression says the same."""
     for batch, k, num_levels, num_nodes in ((1, 1, 3, 4), (1, 8, 5, 64), (8, 8, 5, 64)):
@@ -620,6 +670,7 @@ TIMINGS: dict[str, Callable[[], Iterator[Row]]] = {
     "attention": time_attention,
     "accept and compact": time_accept,
     "hidden_capture": time_hidden_capture,
+    "moe_experts": time_moe,
     "small ops": time_small,
     "allreduce": time_allreduce,
     "flex_attention": lambda: time_rival("flex_attention"),

@@ -35,7 +35,7 @@ def gpu_check():
         yield module
     finally:
         sys.path.remove(str(SCRIPT.parent))
-        for name in ("gpu_check", "gpu_attention", "bench_merge_states"):
+        for name in ("gpu_check", "gpu_attention", "bench_merge_states", "bench_moe_experts"):
             sys.modules.pop(name, None)
 
 
@@ -196,6 +196,9 @@ def test_the_other_timings_run(gpu_check):
     rows = list(gpu_check.time_hidden_capture("cpu", measure, hidden=64))
     assert [r["rows"] for r in rows] == [1, 4, 16, 64, 1024]
     assert len(list(gpu_check.time_small("cpu", measure))) == 8
+    rows = list(gpu_check.time_moe("cpu", measure, num_experts=12, hidden=64, inner=32))
+    assert [(r["experts"], r["rows"]) for r in rows[::4]] == [("int4", 1), ("bf16", 1)]
+    assert {r["times faster"] for r in rows} == {1.0, "-"}
 
 
 def test_launches_beyond_the_promise_fail(gpu_check, monkeypatch):
@@ -209,7 +212,7 @@ def test_launches_beyond_the_promise_fail(gpu_check, monkeypatch):
         return names
 
     few = gpu_check.launches("cpu", count(1))
-    assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2] + 7 * [1]
+    assert few["failed"] == "" and [r["promised"] for r in few["rows"]] == [3, 2, 4] + 7 * [1]
     many = gpu_check.launches("cpu", count(3))["failed"]
     assert "context 32: 3 kernels, 2 promised" in many and "8192" not in many
     assert "the profiler saw no kernel" in gpu_check.launches("cpu", count(0))["failed"]
@@ -364,6 +367,7 @@ def test_the_report_and_the_exit_code(gpu_check, monkeypatch, tmp_path, capsys, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
     monkeypatch.setattr(gpu_check, "run_tasks", answers)
     monkeypatch.setattr(gpu_check, "run_suites", suites)
+    monkeypatch.delitem(calls.CALLS, "moe_experts")
     monkeypatch.setattr(
         gpu_check, "kinds", lambda op: ["cuda"] if op in calls.CALLS or wrong == "unchecked" else []
     )

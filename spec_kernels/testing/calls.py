@@ -16,6 +16,7 @@ from spec_kernels import DraftTree, _library, link_tree
 from spec_kernels.ops import common
 from spec_kernels.testing import attention_cases
 from spec_kernels.testing.compare import assert_same_bits, poisoned
+from spec_kernels.testing.int4 import random_int4
 
 FP8 = torch.float8_e4m3fn
 EPS = 1e-5
@@ -411,6 +412,36 @@ def _rope_append(mla: bool, full: bool, seed: int = 0) -> Iterator[Call]:
                 yield Call(op, f"{form}, {_short(dtype)} into {_short(stored)}", args)
 
 
+def _moe_experts(full: bool, seed: int = 0) -> Iterator[Call]:
+    # Rows, hidden, I, Is, experts, top-k, groups: a chain of Kimi-K2.5 on one of eight ranks, then
+    # more pairs than experts.
+    shapes = [(2, 64, 32, 12, 6, 2, (1, 1)), (9, 96, 32, 40, 4, 2, (2, 1))]
+    if full:
+        shapes += [(4, 7168, 256, 256, 48, 8, (1, 1)), (70, 2048, 96, 192, 16, 4, (4, 2))]
+    for num_rows, hidden, inner, shared, num_experts, top_k, groups in shapes:
+        matrices = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+        for kind in ("int4", "bfloat16", "float32"):
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            g = torch.Generator().manual_seed(seed)
+
+            def weight(*shape, g=g, dtype=dtype):
+                return (torch.randn(*shape, generator=g) / shape[-1] ** 0.5).to(dtype)
+
+            if kind == "int4":
+                pairs = [random_int4(*shape, generator=g) for shape in matrices]
+                experts = [*(words for words, _ in pairs), *(scale for _, scale in pairs)]
+            else:
+                experts = [*(weight(*shape) for shape in matrices), None, None]
+            x = torch.randn(num_rows, hidden, generator=g).to(dtype)
+            args = (
+                x, weight(num_experts, hidden), torch.randn(num_experts, generator=g) * 0.1,
+                *experts, weight(2 * shared, hidden), weight(hidden, shared), top_k, *groups,
+                2.5, True, _poison(x),
+            )  # fmt: skip
+            name = f"T {num_rows}, {num_experts} experts of [{hidden}, {inner}], {kind}"
+            yield Call("moe_experts", name, args)
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -429,6 +460,7 @@ CALLS: dict[str, Callable[..., Iterator[Call]]] = {
     "tree_verify_coins": _tree_verify_coins,
     "compact": _compact,
     "hidden_capture": _hidden_capture,
+    "moe_experts": _moe_experts,
     "rope_append": lambda full, seed=0: _rope_append(False, full, seed),
     "rope_append_mla": lambda full, seed=0: _rope_append(True, full, seed),
 }

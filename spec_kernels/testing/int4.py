@@ -25,10 +25,21 @@ def quantize_int4(weight: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, 
 def random_int4(
     *shape: int, group: int = 32, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and scales of ``[..., K]`` weights, every nibble as likely, of deviation K ** -0.5."""
+    """Words and scales of ``[..., K]`` weights, every nibble as likely, of deviation K ** -0.5.
+
+    They stand on the generator's device.
+    """
     *rows, columns = shape
-    words = torch.randint(-(2**31), 2**31, (*rows, columns // 8), generator=generator)
-    spread = 0.5 + torch.rand(*rows, columns // group, generator=generator)
+    device = generator.device
+    words = torch.randint(
+        -(2**31),
+        2**31,
+        (*rows, columns // 8),
+        generator=generator,
+        device=device,
+        dtype=torch.int32,
+    )
+    spread = 0.5 + torch.rand(*rows, columns // group, generator=generator, device=device)
     # A uniform nibble has a deviation of 4.6.
     scale = spread / (4.6 * max(1, columns) ** 0.5)
-    return words.to(torch.int32), scale.to(torch.bfloat16)
+    return words, scale.to(torch.bfloat16)
