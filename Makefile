@@ -21,7 +21,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test sanitize lint format bench gpu wheel build clean distclean FORCE
+.PHONY: help demo test sanitize lint format bench gpu wheel build libraries clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -40,7 +40,7 @@ demo: build
 # The time limit ends a hung run; coreutils' timeout is absent on some systems, and the run is then unlimited.
 test: build
 	@limit=$$(command -v timeout || true); \
-	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rfEs -n $(TEST_JOBS) --dist loadfile $(TESTS); code=$$?; \
+	$${limit:+"$$limit" --foreground -k 30 $(TEST_SECONDS)} $(PY) -m pytest -q -rfEs -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(TESTS); code=$$?; \
 	[ $$code -ne 124 ] || echo "make test: ended after $(TEST_SECONDS) s"; exit $$code
 
 # Compiles into build/sanitize, apart from the package; SANITIZE_ARGS=--simd takes this machine's instruction set.
@@ -75,6 +75,11 @@ wheel: $(VENV)/ready
 build: $(VENV)/ready
 	@$(BUILD)
 
+# Compiles with no more than torch and the build's own tools: with make -j beside the packages, which want one core.
+# Installing the package removes libraries, so that build has the last word.
+libraries: $(VENV)/made-for
+	@$(BUILD)
+
 # An environment made elsewhere, for another torch or from another Python is made again; other edits only add packages.
 $(VENV)/ready: pyproject.toml $(VENV)/made-for
 	@echo "installing the packages that pyproject.toml names into $(VENV)"
@@ -89,7 +94,7 @@ $(VENV)/made-for: FORCE
 	wanted="$(CURDIR) $(TORCH) $$("$$python" -V)"; \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$wanted" ] && $(PY) -c '' 2>/dev/null; then exit 0; fi; \
 	echo "making $(VENV) with $$("$$python" -V), installing $(TORCH) (minutes where no CPU build is at hand)"; rm -rf $(VENV); \
-	{ "$$python" -m venv $(VENV) && $(PY) -m pip install -q "$(TORCH)" 'setuptools>=70.1'; } || { rm -rf $(VENV); exit 1; }; \
+	{ "$$python" -m venv $(VENV) && $(PY) -m pip install -q "$(TORCH)" 'setuptools>=70.1' 'cmake>=3.18' ninja; } || { rm -rf $(VENV); exit 1; }; \
 	echo "$$wanted" > $@
 
 clean:

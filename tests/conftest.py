@@ -22,6 +22,25 @@ from spec_kernels.testing import on_device
 # What runs the same kernels without a GPU, and on one.
 ON_DEVICE = {"cuda_on_host": "cuda_on_device", "triton": "triton_on_device"}
 
+# Suites of half a minute and more, the longest first: of several processes that take a suite each,
+# none is left with one of these while the others have nothing to do.
+LONG_SUITES = (
+    "test_tree_attention_triton",
+    "test_mutants",
+    "test_tree_attention_infinite",
+    "test_models",
+    "test_budgets",
+    "test_tree_attention",
+    "test_rope_append",
+    "test_tree_verify",
+    "test_communicator",
+)
+
+
+def _rank(item):
+    name = item.path.stem
+    return LONG_SUITES.index(name) if name in LONG_SUITES else len(LONG_SUITES)
+
 
 def pytest_configure(config):
     # Triton reads it when it is first imported: a process interprets, or compiles for a device.
@@ -45,6 +64,7 @@ def pytest_collection_modifyitems(config, items):
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_gpu)
+    items.sort(key=_rank)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -78,7 +78,7 @@ def sanitized_environment() -> dict[str, str]:
 
 def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
     suites = [
-        p for d in ("ops", "compat", "comm") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))
+        p for d in ("comm", "ops", "compat") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))
     ]
     suites = [p for p in suites if '"cuda_on_host"' in p.read_text()]
     short = [str(p) for p in suites if p.stem not in LONG_SUITES]

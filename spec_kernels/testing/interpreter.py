@@ -15,10 +15,11 @@ from triton.runtime import interpreter
 
 @functools.cache
 def speed_up() -> None:
-    """Patches ``triton.language`` once for good instead of at every call of a device function, and
-    leaves out the overflow checks of every integer operation (``overflow_checks`` has them back).
+    """Patches ``triton.language`` once for good instead of at every call of a device function,
+    makes what a tensor knows of its type once a type instead of once a tensor, and leaves out the
+    overflow checks of every integer operation (``overflow_checks`` has them back).
 
-    The kernels compute the same: a whole suite takes a third of the time.
+    The kernels compute the same: a whole suite takes a quarter of the time.
     """
     patch, patched, seen = interpreter._patch_lang, set(), set()
 
@@ -34,7 +35,35 @@ def speed_up() -> None:
 
     nothing_to_restore = interpreter._LangPatchScope()
     interpreter._patch_lang = patch_once
+    _make_once(
+        interpreter.tl.block_type,
+        lambda element_ty, shape: (element_ty.name, *(getattr(s, "value", s) for s in shape)),
+        lambda element_ty, shape: {"element_ty": element_ty},
+    )
+    _make_once(
+        interpreter.tl.tensor,
+        lambda handle, type: type.name,
+        lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
+    )
     _check_overflow(False)
+
+
+def _make_once(cls: type, key: Callable, own: Callable) -> None:
+    """Objects of ``cls`` whose arguments have one ``key`` share all attributes but their ``own``.
+
+    For attributes that nobody changes once they are set.
+    """
+    make, known = cls.__init__, {}
+
+    def init(self, *args):
+        attributes = known.get(key(*args))
+        if attributes is None:
+            make(self, *args)
+            known[key(*args)] = dict(vars(self))
+        else:
+            vars(self).update(attributes, **own(*args))
+
+    cls.__init__ = init
 
 
 def _check_overflow(value: bool) -> None:
