@@ -121,7 +121,7 @@ def build(sources: Sequence[Path], *defines: str) -> Path:
     """A library of ``sources`` and the machine, compiled with ``-D`` for each of ``defines``."""
     OUT.mkdir(parents=True, exist_ok=True)
     flags = (*FLAGS, *DEFINES)
-    flags += ("-O1", "-g", *SANITIZERS) if sanitized() else ("-O2",)
+    flags += ("-O1", "-g1", *SANITIZERS) if sanitized() else ("-O2",)
     flags += tuple(f"-D{name}" for name in defines)
     work = [(source, flags) for source in (HERE / "simt.cpp", *sources)]
     # Of several processes that want the same, the first compiles and the others find it made.

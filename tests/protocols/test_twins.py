@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 CPU_FOLDER = host_build.ROOT / "csrc" / "pcie_allreduce"
 RACE, WRONG, STUCK = 66, 3, 4
 
-FLAGS = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", f"-I{host_build.ROOT / 'csrc'}"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-fsanitize=thread", f"-I{host_build.ROOT / 'csrc'}"]
 # Functions that need torch are dropped, since nothing here calls them.
 CPU_FLAGS = [f"-isystem{host_build.torch_folder() / 'include'}", *host_build.DEFINES, "-w"]
 CPU_FLAGS += ["-DSK_ISA=plain", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections"]
