@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ _STYLE = {
 _POINTS = 101
 # Share of a panel that a line of text is high.
 _LINE = 0.055
+# Characters of a line over the waterfall, in the page's width too.
+_TITLE_WIDTH = 90
 # So that the same answer gives the same file.
 _NO_DATE = {"Date": None, "Creator": None}
 
@@ -274,8 +277,13 @@ def _apart(values: Sequence[float], least: float) -> list[float]:
     return out.tolist()
 
 
+def _title(costs: CycleCost) -> str:
+    return textwrap.fill(costs.title, _TITLE_WIDTH) or "Where a cycle's time goes"
+
+
 def _waterfall_height(costs: CycleCost) -> float:
-    return 1.3 + 0.3 * (len(costs.parts) + 1)
+    """Inches."""
+    return 1.1 + 0.3 * (len(costs.parts) + 1) + 0.2 * len(_title(costs).splitlines())
 
 
 def draw_waterfall(axes, costs: CycleCost) -> None:
@@ -307,7 +315,7 @@ def draw_waterfall(axes, costs: CycleCost) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * edge)
     axes.set_xlabel("ms; whiskers: where each part may lie, and all of them at one end")
-    axes.set_title(costs.title or "Where a cycle's time goes", loc="left")
+    axes.set_title(_title(costs), loc="left")
     axes.tick_params(axis="y", length=0)
     patch = _matplotlib().patches.Patch
     handles = []

@@ -48,6 +48,9 @@ def answers():
         "measured": dataclasses.replace(
             case, costs=CycleCost((CyclePart("all of it", 15.0, 15.0, 15.0, "measured", "us"),))
         ),
+        "long title": dataclasses.replace(
+            case, costs=dataclasses.replace(published.predicted_cycle(), title="many words " * 25)
+        ),
     }
 
 
