@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from spec_kernels.decode.adaptive import Adapter, CostTable
 from spec_kernels.planning.adapting import judge, replay_adaptive
+from spec_kernels.planning.cost_model import chain_costs
+from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
+from spec_kernels.planning.published import predicted_costs
 from spec_kernels.planning.traces import Text, Trace, chain_paths, replay
 
 RUNGS = [1, 2, 4]
@@ -115,3 +120,21 @@ def test_a_trees_confidences_are_multiplied_up():
 def test_rungs_beyond_the_trace():
     with pytest.raises(ValueError, match="judge: rungs: expected at most 4 nodes"):
         judge(trace(text("t", 0.5, 0.5)), [1, 5], COSTS)
+
+
+TRACE = Path(__file__).parents[2] / "benchmarks/results/2026-11-29-traces.jsonl"
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"no trace at {TRACE}")
+@pytest.mark.parametrize("temperature", [0.0, 0.8, None])
+def test_on_recorded_texts_the_rule_is_near_the_best_fixed_size(temperature):
+    """What was found (docs/planning.md), as a bound: it may gain little, and must lose little."""
+    trace = Trace.load(TRACE)
+    chain = (trace if temperature is None else trace.at(temperature)).keep(chain_paths(8))
+    rungs = [1, 2, 3, 4, 5, 6, 7, 9]
+    grid = chain_costs(kimi_k25(), kimi_k25_drafter(), predicted_costs(), rungs)
+    verdict = judge(chain, rungs, CostTable(grid))
+    assert verdict.gain[0] > 0.95
+    assert verdict.best_possible > 1.2 * verdict.fixed[verdict.best_fixed]
+    # What any fixed choice that was made beforehand risks.
+    assert verdict.adaptive > verdict.fixed[1] and verdict.adaptive > verdict.fixed[9]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from spec_kernels.comm import Communicator
+from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.drafting import DraftPlan, static_paths
+from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.sampling import SamplingParams
+from spec_kernels.models.config import DrafterConfig, TargetConfig
+from spec_kernels.models.drafter import Drafter
 from spec_kernels.models.layers import Step
+from spec_kernels.models.target import Target
 from spec_kernels.planning import recorder as recording
 from spec_kernels.planning.recorder import Recorder
 from spec_kernels.planning.traces import (
@@ -296,3 +304,43 @@ def test_bad_recorders(tiny):
             recorder.record(ids, first)
     ranks, confidence = recorder.record([1, 2, 3, 4], 1)
     assert ranks.shape == (1, 2) and confidence.shape == (1, 2)
+
+
+RECORDED = Path(__file__).parents[2] / "benchmarks/results/2026-11-29-traces.jsonl"
+recorded = pytest.mark.skipif(not RECORDED.exists(), reason=f"no trace at {RECORDED}")
+
+
+@recorded
+def test_the_recorded_trace_is_what_the_bundled_model_card_says():
+    """Accept lengths of chains of 1 to 5, of which the card's are of longer texts."""
+    trace = Trace.load(RECORDED)
+    card = {0.0: [1.73, 2.26, 2.66, 2.96, 3.15], 0.8: [1.41, 1.58, 1.66, 1.71, 1.73]}
+    assert trace.temperatures == list(card)
+    for temperature, expected in card.items():
+        texts = trace.at(temperature).texts
+        for steps, length in enumerate(expected, 1):
+            runs = [replay(text, chain_paths(steps), 1.0) for text in texts]
+            found = sum(r.num_tokens for r in runs) / sum(r.num_cycles for r in runs)
+            assert found == pytest.approx(length, rel=0.05)
+
+
+@recorded
+def test_the_bundled_model_gives_the_recorded_trace():
+    """Recorded again, a text's first places; a near tie of another machine's sums may differ."""
+    trace, count = Trace.load(RECORDED), 12
+    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
+    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
+    target = Target.load(ASSETS / "target", Communicator.single(), captured_layers=layers)
+    drafter = Drafter.load(ASSETS / "drafter", target)
+    text = trace.texts[0]
+    depth = text.ranks.shape[1]
+    prompt = json.loads((ASSETS / "prompts.json").read_text())[0]["token_ids"]
+    longest = len(prompt) + count + depth
+    engine = Engine(target, max_tokens=longest)
+    tokens = engine.generate(prompt, count + depth, speculative=False).result().tokens
+    recorder = Recorder(
+        target, drafter, trace.paths, depth=depth, num_ranks=trace.num_ranks, max_tokens=longest
+    )
+    ranks, confidence = recorder.record([*prompt, *tokens], len(prompt))
+    assert (ranks == text.ranks[:count]).mean() > 0.9
+    assert (np.abs(confidence - text.confidence[:count]) < 0.01).mean() > 0.9
