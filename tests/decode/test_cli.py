@@ -375,6 +375,35 @@ def test_ctrl_c_ends_all_ranks(texts):
         process.kill()
 
 
+@pytest.mark.parametrize(
+    "sig, victim", [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)], ids=["killed", "stopped"]
+)
+def test_case_36_a_rank_lost_in_mid_decode_ends_all_and_is_named(texts, sig, victim):
+    prompts = [x for i in range(4) for x in ("--prompt", f"def f{i}(")]
+    options = ["--tp", "2", "--batch", "4", "--max-new-tokens", "480", "--timeout", "5"]
+    process = subprocess.Popen(
+        [sys.executable] + command(texts, *prompts, *options),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks = []
+    try:
+        head = process.stdout.readline()
+        assert "2 ranks" in head, process.communicate(timeout=60)[1]
+        ranks = _ranks_of(process.pid)
+        assert len(ranks) == 2
+        # Ranks are forked in order.
+        os.kill(sorted(ranks)[victim], sig)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1, err
+        assert err.startswith("spec-kernels decode: ") and f"rank {victim}" in err
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    finally:
+        process.kill()
+
+
 class Terminal(io.StringIO):
     encoding = "utf-8"
 
