@@ -158,7 +158,7 @@ def with_drafts(
     one conditional accuracy stands for all steps.
     """
     name = "with_drafts"
-    count(name, "num_drafts", num_drafts)
+    count(name, "num_drafts", num_drafts, maximum=viability.MOST_DRAFTS)
     full = np.array(acceptance.full_accuracy)
     if not len(full):
         steps = acceptance.num_drafts
@@ -232,7 +232,7 @@ def make_answer(
     all_cycles = list(cycles)
     if num_drafts is None:
         num_drafts = (acceptance and acceptance.num_drafts) or DEFAULT_NUM_DRAFTS
-    count(name, "num_drafts", num_drafts)
+    count(name, "num_drafts", num_drafts, maximum=viability.MOST_DRAFTS)
     if acceptance is not None:
         if batch is not None and acceptance.batch != batch:
             # Rates carry over to another batch size; times and speeds do not.

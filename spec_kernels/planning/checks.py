@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Sequence
 
 import numpy as np
+
+# Of times, speeds and rates; so that no product or quotient of two of them overflows.
+MOST, LEAST = 1e100, 1e-100
+MOST_COUNTED = 1 << 53
 
 
 def fail(function: str, argument: str, expected: str, got: object) -> ValueError:
@@ -17,6 +22,19 @@ def fail(function: str, argument: str, expected: str, got: object) -> ValueError
     )
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a number that can be reckoned with; not NaN, beyond ``MOST``, or a bool."""
+    return type(value) in (int, float) and abs(value) <= MOST
+
+
+def parse_json(where: str, text: str) -> object:
+    """The value of a JSON text, or a ValueError beginning with ``where``."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected JSON, got: {error}") from error
+
+
 def real(
     function: str,
     argument: str,
@@ -26,7 +44,10 @@ def real(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> np.ndarray:
-    """``value`` (a number or an array of them) as float64; finite and within the bounds."""
+    """``value`` (a number or an array of them) as float64; finite and within the bounds.
+
+    No further from zero than ``MOST``, and where it must be above zero, no nearer than ``LEAST``.
+    """
     expected = "finite numbers" if np.ndim(value) else "a finite number"
     bounds = [(f"> {above:g}", np.greater, above)] if above is not None else []
     bounds += [(f">= {at_least:g}", np.greater_equal, at_least)] if at_least is not None else []
@@ -40,17 +61,23 @@ def real(
         compare(array, bound).all() for _, compare, bound in bounds
     ):
         raise fail(function, argument, expected, value)
+    if (abs(array) > MOST).any() or above == 0 and (array < LEAST).any():
+        raise fail(function, argument, f"{expected}, of {LEAST:g} to {MOST:g}", value)
     return array
 
 
-def count(function: str, argument: str, value: object, minimum: int = 1) -> int:
-    """``value`` as an integer of at least ``minimum``."""
+def count(
+    function: str, argument: str, value: object, minimum: int = 1, maximum: int = MOST_COUNTED
+) -> int:
+    """``value`` as an integer from ``minimum`` to ``maximum``."""
     try:
         number = operator.index(value)
     except TypeError:
         number = minimum - 1
     if number < minimum or isinstance(value, bool):
         raise fail(function, argument, f"an integer >= {minimum}", value)
+    if number > maximum:
+        raise fail(function, argument, f"an integer <= {maximum}", value)
     return number
 
 

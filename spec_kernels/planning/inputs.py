@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spec_kernels.planning import viability
-from spec_kernels.planning.checks import count, rates
+from spec_kernels.planning.checks import MOST_COUNTED, count, is_number, parse_json, rates
 from spec_kernels.planning.measurements import whole_cycle_ms
 from spec_kernels.planning.traces import Trace, accepted_by_cycle, chain_paths
 from spec_kernels.planning.viability import Estimate
@@ -139,8 +138,8 @@ def read_training_log(
     skipped = 0
     for number, line in enumerate(_text(path).splitlines(), 1):
         try:
-            record = json.loads(line) if line.strip() else {}
-        except json.JSONDecodeError:
+            record = parse_json(f"line {number}", line) if line.strip() else {}
+        except ValueError:
             record = None
         if isinstance(record, dict):
             lines.append((number, _series_of(record)))
@@ -192,9 +191,7 @@ def read_training_log(
 def _number(path: Path | str, values: Mapping, field: str, above: float | None = None) -> float:
     value = values.get(field)
     expected = "a finite number" if above is None else f"a finite number > {above:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _fail(path, field, expected, value)
-    if above is not None and value <= above:
+    if not is_number(value) or (above is not None and value <= above):
         raise _fail(path, field, expected, value)
     return float(value)
 
@@ -208,10 +205,7 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
     Raises:
         ValueError: no such report or pass; names file, field, expected, got.
     """
-    try:
-        report = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise _fail(path, "report", "JSON of spec-kernels decode --json", str(error)) from error
+    report = parse_json(str(path), _text(path))
     passes = report.get("passes") if isinstance(report, dict) else None
     if not isinstance(passes, list) or not passes or not all(isinstance(p, dict) for p in passes):
         raise _fail(path, "passes", "a report of spec-kernels decode --json", type(passes).__name__)
@@ -226,7 +220,7 @@ def read_decode_report(path: Path | str, series: str | None = None) -> Acceptanc
     counts = []
     for length in range(1, steps + 2):
         number = histogram.get(str(length))
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        if type(number) is not int or not 0 <= number <= MOST_COUNTED:
             raise _fail(path, f"accept_histogram[{length}]", "a number of cycles", number)
         counts.append(number)
     num_cycles = sum(counts)

@@ -38,7 +38,7 @@ from spec_kernels.comm.selection import DEFAULT_MAX_BYTES, candidates
 from spec_kernels.comm.simulator import boxes, predict_us
 from spec_kernels.comm.tuning import HIDDEN
 from spec_kernels.ops.pcie_allreduce.algorithms import ALGORITHMS, LOSSY
-from spec_kernels.planning.checks import fail
+from spec_kernels.planning.checks import fail, is_number, parse_json
 from spec_kernels.planning.parts import CycleCost, CyclePart, Quantity
 
 FORMAT = "spec-kernels costs"
@@ -278,9 +278,10 @@ def load(path: str | Path, base: Measurements | None = None) -> Measurements:
     base = base or defaults()
     where = str(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{where}: expected JSON, got: {error}") from error
+    data = parse_json(where, text)
     if isinstance(data, list):
         return _from_allreduces(data, where, base)
     data = _object(where, "file", data)
@@ -297,7 +298,7 @@ def load(path: str | Path, base: Measurements | None = None) -> Measurements:
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         raise fail(where, name, "a number", value)
     if value < 0:
         raise fail(where, name, "a number >= 0", value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from spec_kernels.planning.checks import fail
+from spec_kernels.planning.checks import fail, is_number
 
 # measured: somebody timed it; modelled: follows from sizes and other numbers; fitted: chosen so
 # that a published total comes out; assumed: nobody timed it, and the source says why it is likely.
@@ -18,7 +18,7 @@ def _check(where: str, value: float, low: float, high: float, label: str, source
         # bool is an int to Python, and a slip in a file.
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise fail(where, name, "a number", number)
-        if not math.isfinite(number) or number < 0:
+        if not is_number(number) or number < 0:
             raise fail(where, name, "a finite number >= 0", number)
     if not low <= value <= high:
         raise fail(where, "low, value, high", "ascending numbers", (low, value, high))

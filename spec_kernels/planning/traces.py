@@ -29,6 +29,7 @@ from pathlib import Path as File
 import numpy as np
 
 from spec_kernels.ops.tree_build import tree_from_paths
+from spec_kernels.planning.checks import parse_json
 from spec_kernels.planning.tree_shape import Path
 
 FORMAT, VERSION = "spec-kernels acceptance trace", 1
@@ -129,10 +130,7 @@ class Trace:
         texts: list[tuple[str, float, list, list]] = []
         header: dict = {}
         for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number}: no JSON: {error}") from error
+            record = parse_json(f"{path}: line {number}", line)
             if not isinstance(record, dict):
                 fail(number, "an object", line[:60])
             if number == 1:

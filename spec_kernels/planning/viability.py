@@ -20,6 +20,8 @@ import numpy as np
 from spec_kernels.planning.checks import count, fail, plain, rates, real
 
 CONFIDENCE = 0.95
+# Of a chain: a draft tree has at most 1024 nodes, the root among them.
+MOST_DRAFTS = 1023
 # Relative. What lies out of reach by less than this does so by the rounding of its inputs.
 _ROUNDING = 1e-12
 
@@ -134,7 +136,7 @@ def chain_accept_length(accuracy, num_drafts: int):
     p = real(name, "accuracy", accuracy, at_least=0, at_most=1)
     total = np.ones_like(p)
     # By Horner's rule: the quotient is 0/0 at p = 1.
-    for _ in range(count(name, "num_drafts", num_drafts)):
+    for _ in range(count(name, "num_drafts", num_drafts, maximum=MOST_DRAFTS)):
         total = 1 + p * total
     return plain(total)
 
@@ -149,7 +151,9 @@ def is_reachable(accept_length, num_drafts: int):
     """Whether k drafts can give this accept length at some accuracy: at most k + 1."""
     name = "is_reachable"
     lengths = real(name, "accept_length", accept_length, at_least=0)
-    within = lengths <= (count(name, "num_drafts", num_drafts) + 1) * (1 + _ROUNDING)
+    within = lengths <= (count(name, "num_drafts", num_drafts, maximum=MOST_DRAFTS) + 1) * (
+        1 + _ROUNDING
+    )
     return bool(within) if np.ndim(within) == 0 else within
 
 
@@ -161,7 +165,7 @@ def chain_accuracy(accept_length, num_drafts: int):
     """
     name = "chain_accuracy"
     lengths = real(name, "accept_length", accept_length, at_least=1)
-    count(name, "num_drafts", num_drafts)
+    count(name, "num_drafts", num_drafts, maximum=MOST_DRAFTS)
     low, high = np.zeros_like(lengths), np.ones_like(lengths)
     for _ in range(60):
         middle = (low + high) / 2
@@ -197,7 +201,7 @@ def extend(full_accuracy: Sequence[float], num_drafts: int, tail: float) -> np.n
     """
     full = rates("extend", "full_accuracy", full_accuracy, falling=True)
     ratio = float(real("extend", "tail", tail, at_least=0, at_most=1))
-    beyond = count("extend", "num_drafts", num_drafts) - len(full)
+    beyond = count("extend", "num_drafts", num_drafts, maximum=MOST_DRAFTS) - len(full)
     if beyond <= 0:
         return full[:num_drafts]
     return np.concatenate((full, full[-1] * ratio ** np.arange(1, beyond + 1)))
@@ -210,7 +214,7 @@ def tail_for(full_accuracy: Sequence[float], num_drafts: int, wanted: float) -> 
     """
     name = "tail_for"
     full = rates(name, "full_accuracy", full_accuracy, falling=True)
-    beyond = count(name, "num_drafts", num_drafts, minimum=len(full) + 1) - len(full)
+    beyond = count(name, "num_drafts", num_drafts, len(full) + 1, MOST_DRAFTS) - len(full)
     rest = float(real(name, "wanted", wanted, at_least=1)) - accept_length(full)
     most = beyond * full[-1]
     if full[-1] == 0 or not -_ROUNDING * wanted <= rest <= most + _ROUNDING * wanted:

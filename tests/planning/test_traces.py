@@ -171,7 +171,7 @@ def test_files_come_back(tmp_path):
         (0, '{"format": "other"}', "line 1: expected the header"),
         (1, "[]", "line 2: expected an object"),
         (1, '{"ranks": [0, 0, 0], "confidence": [1, 2, 3]}', "line 2: expected a text before"),
-        (2, "{", "line 3: no JSON"),
+        (2, "{", "line 3: expected JSON"),
         (2, '{"confidence": [1, 2, 3]}', "line 3: expected ranks of 3 depths below 3, got None"),
         (2, '{"ranks": [0, 0, 3], "confidence": [1, 2, 3]}', "line 3: expected ranks"),
         (2, '{"ranks": [0, 0], "confidence": [1, 2, 3]}', "line 3: expected ranks of 3 depths"),

@@ -333,6 +333,7 @@ NAN = math.nan
         ),
         (lambda: viability.chain_accept_length(0.5, 0), "num_drafts: expected an integer >= 1"),
         (lambda: viability.chain_accept_length(0.5, True), "num_drafts: expected an integer >= 1"),
+        (lambda: viability.chain_accept_length(0.5, 1024), "expected an integer <= 1023, got 1024"),
         (lambda: viability.chain_accuracy(0.5, 2), "chain_accuracy: accept_length"),
         (lambda: viability.chain_accuracy(2, -1), "chain_accuracy: num_drafts"),
         (lambda: viability.is_reachable(-1, 2), "is_reachable: accept_length"),

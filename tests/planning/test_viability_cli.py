@@ -302,7 +302,10 @@ def test_drafts_that_do_not_pay(run, tmp_path):
         (["--series", "greedy"], "--series: expected one of --log, --decode-json, --trace with it"),
         (["--log", "/no/such/file"], "/no/such/file"),
         (["--engine-log", str(BUNDLED)], "expected lines of one engine"),
-        (["--decode-json", str(BUNDLED)], "report: expected JSON"),
+        (["--decode-json", str(BUNDLED)], "expected JSON, got: Extra data"),
+        (["--cycle-ms", "1e-320"], "> 0, of 1e-100 to 1e+100, got 1e-320"),
+        (["--cycle-ms", "1e308"], "> 0, of 1e-100 to 1e+100, got 1e+308"),
+        (["--batch", str(2**60)], "batch: expected an integer <= 9007199254740992"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(capsys, options, message):
