@@ -4,8 +4,9 @@ Terms. Accept length: tokens emitted in one cycle, accepted drafts + 1. Full acc
 probability that drafts 0..i are all right. Conditional accuracy: that step i is right, given that
 those before it were. A cycle is everything between two verify forwards, drafting included.
 
-Where an argument may be an array, so may the result; a list of rates is one rate for each draft
-step. Every function raises ``ValueError`` naming itself, the argument, what was expected and got.
+All of it is for chains; ``tree_shape.accept_length`` is a tree's. Where an argument may be an
+array, so may the result; a list of rates is one rate for each draft step. Every function raises
+``ValueError`` naming itself, the argument, what was expected and got.
 """
 
 from __future__ import annotations
