@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 import torch
-from bundled import ASSETS, held_out, models, quotient
+from bundled import held_out, quotient
 from decode_batches import bench_batches
 
 from spec_kernels.comm import Communicator
@@ -30,6 +30,7 @@ from spec_kernels.comm.launch import launch
 from spec_kernels.comm.policy import num_cores
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
+from spec_kernels.models.pair import TARGET, load_pair
 from spec_kernels.testing.timing import write_json
 
 GOAL = 1.5
@@ -39,7 +40,7 @@ def sample_loop(comm, prompts: list[list[int]], new: int, rounds: int) -> dict:
     """Seconds a decoded token of each round, plain and speculative in turns; and the tokens."""
     with torch.inference_mode():
         longest = max(map(len, prompts)) + new
-        e = Engine(*models(comm), DraftPlan("chain", 3), max_tokens=longest)
+        e = Engine(*load_pair(comm=comm), DraftPlan("chain", 3), max_tokens=longest)
         texts, seconds, accepted = {}, {"plain": [], "speculative": []}, []
         for turn in range(rounds + 1):
             for name in seconds:
@@ -68,7 +69,7 @@ def sample_transformers(prompts: list[list[int]], new: int, rounds: int) -> dict
         return None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = DeepseekV3ForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
+    model = DeepseekV3ForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
 
     def generate(num: int) -> tuple[float, list[list[int]]]:
         start, texts = time.perf_counter(), []

@@ -26,11 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from bundled import held_out, quotient
-from record_traces import models
 
 from spec_kernels.decode.adaptive import CostTable, isotonic
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
+from spec_kernels.models.pair import load_pair
 from spec_kernels.planning import published
 from spec_kernels.planning.adapting import judge
 from spec_kernels.planning.cost_model import chain_costs
@@ -208,7 +208,7 @@ def main():
     prompts, new = [prompts[i] for i in timed], options.new_tokens
     rows: list[dict] = []
     with torch.inference_mode():
-        target, drafter = models()
+        target, drafter = load_pair()
         depth = trace.texts[0].ranks.shape[1]
         chains = [best_chain(rates, k) for k in range(depth + 1)]
 

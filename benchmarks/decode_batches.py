@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from bundled import held_out, models, quotient
+from bundled import held_out, quotient
 
-from spec_kernels.comm import Communicator
 from spec_kernels.decode.batch import Adaptive
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
+from spec_kernels.models.pair import load_pair
 
 CHAINS = (1, 2, 3, 5)
 SHOWN = 3
@@ -53,7 +53,7 @@ class Contender:
 
 
 def contenders(size: int, longest: int) -> dict[str, Contender]:
-    target, drafter = models(Communicator.single())
+    target, drafter = load_pair()
 
     def engine(steps: int, adaptive: Adaptive | None = None) -> Engine:
         plan = DraftPlan("chain", steps)

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 
 import torch
-from bundled import held_out, models
+from bundled import held_out
 
 from spec_kernels.comm import Communicator
 from spec_kernels.comm.launch import launch
@@ -21,6 +21,7 @@ from spec_kernels.decode.batch import Batch, Request
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.sampling import SamplingParams
 from spec_kernels.models.layers import MoE
+from spec_kernels.models.pair import load_pair
 from spec_kernels.testing import graph_safe
 from spec_kernels.testing.timing import write_json
 
@@ -60,7 +61,7 @@ def count(comm, kind: str) -> Count:
     plan = KINDS[kind]
     torch.set_num_threads(1)
     with torch.inference_mode():
-        target, drafter = models(comm)
+        target, drafter = load_pair(comm=comm)
         batch = Batch(target, drafter, plan, max_tokens=400, max_requests=2)
         sampling = SamplingParams(0.8, seed=1) if plan and plan.sampled else SamplingParams()
         for prompt in held_out(2):

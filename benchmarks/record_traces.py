@@ -14,26 +14,15 @@ import argparse
 import torch
 from bundled import held_out
 
-from spec_kernels.comm import Communicator
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.sampling import SamplingParams
-from spec_kernels.models.config import DrafterConfig, TargetConfig
-from spec_kernels.models.drafter import Drafter
-from spec_kernels.models.target import Target
+from spec_kernels.models.pair import load_pair
 from spec_kernels.planning.recorder import Recorder
 from spec_kernels.planning.traces import Text, Trace, chain_paths, path_rates
 from spec_kernels.planning.tree_shape import best_tree
 from spec_kernels.testing.timing import machine
 
 DEPTH, NUM_RANKS, NUM_LIKELIEST = 8, 4, 15
-
-
-def models() -> tuple[Target, Drafter]:
-    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
-    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
-    target = Target.load(ASSETS / "target", Communicator.single(), captured_layers=layers)
-    return target, Drafter.load(ASSETS / "drafter", target)
 
 
 def main():
@@ -45,7 +34,7 @@ def main():
     options = parser.parse_args()
     prompts = held_out(options.prompts)
     longest = max(map(len, prompts)) + options.new_tokens + DEPTH
-    target, drafter = models()
+    target, drafter = load_pair()
     engine = Engine(target, max_tokens=longest)
     texts = []
     with torch.inference_mode():

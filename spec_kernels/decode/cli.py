@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_TP = 8
 DEFAULT_PROMPTS = 3
 DEFAULT_NEW_TOKENS = 64
@@ -182,6 +181,7 @@ def _check(args: argparse.Namespace) -> Job:
     from spec_kernels.decode.drafting import DraftPlan
     from spec_kernels.decode.sampling import SamplingParams
     from spec_kernels.models.config import DrafterConfig, TargetConfig
+    from spec_kernels.models.pair import DRAFTER, TARGET
 
     started = _process_start()
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -243,7 +243,7 @@ def _check(args: argparse.Namespace) -> Job:
         )
         for t in temperatures
     ]
-    target, drafter = args.target or ASSETS / "target", args.drafter or ASSETS / "drafter"
+    target, drafter = args.target or TARGET, args.drafter or DRAFTER
     config = TargetConfig.from_json(target)
     DrafterConfig.from_json(drafter).captured_layers(config.num_hidden_layers)
     tokenizer = _tokenizer(target, config.vocab_size)
@@ -308,6 +308,8 @@ def _prompts(args: argparse.Namespace, tokenizer) -> list[Prompt]:
             raise ValueError("--num-prompts: only for the held-out prompts, but prompts were given")
         prompts = [Prompt(name, text, tokenizer.encode(text).ids) for name, text in given]
     else:
+        from spec_kernels.models.pair import ASSETS
+
         path = ASSETS / "prompts.json"
         if not path.is_file():
             raise ValueError(f"prompts: expected a file at {path}, got none; give --prompt")
@@ -384,22 +386,15 @@ def _load(comm, job: Job):
 
     from spec_kernels.decode.batch import Adaptive
     from spec_kernels.decode.engine import Engine
-    from spec_kernels.models.config import DrafterConfig, TargetConfig
-    from spec_kernels.models.drafter import Drafter
-    from spec_kernels.models.target import Target
+    from spec_kernels.models.pair import load_pair
 
-    num_layers = TargetConfig.from_json(job.target).num_hidden_layers
-    layers = DrafterConfig.from_json(job.drafter).captured_layers(num_layers)
     device = torch.device(job.device)
     if device.type == "cuda" and comm.world_size > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", comm.rank)))
         torch.cuda.set_device(device)
         comm.attach_device(device)
-    target = Target.load(job.target, comm, getattr(torch, job.dtype), device, layers)
-    drafter = Drafter.load(job.drafter, target)
     return Engine(
-        target,
-        drafter,
+        *load_pair(job.target, job.drafter, comm, getattr(torch, job.dtype), device),
         job.plan,
         max_tokens=max(len(p.ids) for p in job.prompts) + job.max_new_tokens,
         max_requests=job.batch,

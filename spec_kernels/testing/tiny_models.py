@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from spec_kernels.comm import Communicator
 from spec_kernels.decode.batch import Batch, Emitted
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
-from spec_kernels.models.config import DrafterConfig
 from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.pair import load_pair
 from spec_kernels.models.target import Target
 from spec_kernels.testing import checkpoints
 
@@ -40,12 +39,7 @@ class Tiny:
     drafter: Path
 
     def models(self, comm=None, parallel="auto", dtype=torch.float32) -> tuple[Target, Drafter]:
-        config = DrafterConfig.from_json(self.drafter)
-        layers = config.captured_layers(checkpoints.TARGET["num_hidden_layers"])
-        target = Target.load(
-            self.target, comm or Communicator.single(), dtype, captured_layers=layers
-        )
-        return target, Drafter.load(self.drafter, target, parallel)
+        return load_pair(self.target, self.drafter, comm, dtype, parallel=parallel)
 
     def engine(self, plan=PLANS["chain"], max_tokens=80, comm=None, parallel="auto", **options):
         models = self.models(comm, parallel)

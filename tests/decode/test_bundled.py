@@ -7,15 +7,11 @@ import json
 import pytest
 import torch
 
-from spec_kernels.comm import Communicator
 from spec_kernels.comm.launch import launch
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.sampling import SamplingParams
-from spec_kernels.models.config import DrafterConfig
-from spec_kernels.models.drafter import Drafter
-from spec_kernels.models.target import Target
+from spec_kernels.models.pair import ASSETS, load_pair
 from spec_kernels.training import evaluate, export
 
 if not (ASSETS / "drafter" / "model.safetensors").is_file():
@@ -26,11 +22,7 @@ PROMPTS = [p["token_ids"] for p in json.loads((ASSETS / "prompts.json").read_tex
 
 
 def engine(plan, comm=None):
-    num_layers = Target.load(ASSETS / "target", Communicator.single()).config.num_hidden_layers
-    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
-    target = Target.load(ASSETS / "target", comm or Communicator.single(), captured_layers=layers)
-    drafter = Drafter.load(ASSETS / "drafter", target)
-    return Engine(target, drafter, plan, max_tokens=max(map(len, PROMPTS)) + 2 * NEW)
+    return Engine(*load_pair(comm=comm), plan, max_tokens=max(map(len, PROMPTS)) + 2 * NEW)
 
 
 def eight_ranks(comm, plan):

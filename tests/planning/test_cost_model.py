@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_kernels.decode.adaptive import CostTable
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.models.config import DrafterConfig, TargetConfig
+from spec_kernels.models.pair import ASSETS
 from spec_kernels.planning.cost_model import Run, chain_costs, cost_curve, cycle_cost, draft_step_ms
 from spec_kernels.planning.measurements import RATES, defaults, load, on_box
 from spec_kernels.planning.model_shapes import (

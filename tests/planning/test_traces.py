@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from spec_kernels.comm import Communicator
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.drafting import DraftPlan, static_paths
 from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.sampling import SamplingParams
-from spec_kernels.models.config import DrafterConfig, TargetConfig
-from spec_kernels.models.drafter import Drafter
 from spec_kernels.models.layers import Step
-from spec_kernels.models.target import Target
+from spec_kernels.models.pair import ASSETS, load_pair
 from spec_kernels.planning import recorder as recording
 from spec_kernels.planning.recorder import Recorder
 from spec_kernels.planning.traces import (
@@ -328,10 +324,7 @@ def test_the_recorded_trace_is_what_the_bundled_model_card_says():
 def test_the_bundled_model_gives_the_recorded_trace():
     """Recorded again, a text's first places; a near tie of another machine's sums may differ."""
     trace, count = Trace.load(RECORDED), 12
-    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
-    layers = DrafterConfig.from_json(ASSETS / "drafter").captured_layers(num_layers)
-    target = Target.load(ASSETS / "target", Communicator.single(), captured_layers=layers)
-    drafter = Drafter.load(ASSETS / "drafter", target)
+    target, drafter = load_pair()
     text = trace.texts[0]
     depth = text.ranks.shape[1]
     prompt = json.loads((ASSETS / "prompts.json").read_text())[0]["token_ids"]
