@@ -587,6 +587,28 @@ def time_small(device: str = "cuda", measure: Measure = microseconds) -> Iterato
         rival = measure(lambda i, s=pool[0], n=num_nodes: s.topk(n - 1, dim=1).indices.sort(dim=1))
         what = f"tree_build, {batch} x {pool[0].shape[1]} to {num_nodes} nodes"
         yield {"what": what, "us": round(us, 2), "rival us": f"{rival:.2f}: topk and sort alone"}
+    for num_rows, width, vocab in ((1, 1, 32000), (4, 4, 32000), (1, 1, 163840)):
+        logits = torch.randn(1, num_rows, vocab, device=device).to(torch.bfloat16)
+        lens = torch.tensor([100], device=device)
+        tokens = torch.zeros(1, num_rows, width, dtype=torch.int64, device=device)
+        draws = {
+            "temperature": torch.tensor([0.8], device=device),
+            "seeds": torch.tensor([5], device=device),
+            "probs": torch.zeros(1, num_rows, vocab, device=device),
+        }
+        out = {"tokens": tokens, "confidence": tokens.float()}
+        for rule, options in (("likeliest", {}), ("drawn", draws)):
+            us = measure(
+                lambda i, a=(logits, None, lens, 1), o=out | options: spec_kernels.draft_sample(
+                    *a, **o
+                )
+            )
+            rival = "-"
+            if not options:
+                rival = measure(lambda i, x=logits, k=width: x.topk(k, -1))
+                rival = f"{rival:.2f}: topk alone"
+            what = f"draft_sample, {num_rows} rows of {vocab}, {width} {rule} each"
+            yield {"what": what, "us": round(us, 2), "rival us": rival}
     for parts, num_nodes, heads, dim in ((8, 1, 8, 512), (8, 16, 8, 512), (8, 64, 64, 512)):
         outs = torch.randn(parts, 1, num_nodes, heads, dim, device=device).to(torch.bfloat16)
         lses = torch.randn(parts, 1, num_nodes, heads, device=device)

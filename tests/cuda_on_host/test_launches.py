@@ -8,6 +8,7 @@ from spec_kernels import (
     FlatVerified,
     Verified,
     compact,
+    draft_sample,
     hidden_capture,
     link_tree,
     tree_build,
@@ -126,6 +127,9 @@ def test_the_others_are_one_launch_too(launches):
     assert launches(tree_build, *pool[:3], pool[3].long(), 16) == 1
     x = torch.randn(2, 5, 64)
     assert launches(hidden_capture, x[0], x[1], torch.ones(64), 1e-5) == 1
+    drawn = {"temperature": torch.ones(2), "seeds": torch.zeros(2).long()}
+    for options in ({}, drawn | {"probs": torch.zeros(2, 5, 64)}):
+        assert launches(draft_sample, x, None, torch.tensor([3, 4]), 1, 4, **options) == 1
 
 
 @pytest.mark.parametrize("form", ["greedy", "filtered", "row", "draft", "typical"])
