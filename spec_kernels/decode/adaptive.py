@@ -35,8 +35,8 @@ FORMS = ("conditional", "cumulative")
 CycleClock = Callable[[int, int, int], float]
 
 _NUM_BINS = 10
-# How much a guess weighs, in observations.
-_GUESS = 4.0
+# How much a guess weighs, in observations: one from nowhere, and that a request is like others.
+_GUESS, _LIKENESS = 4.0, 8.0
 _LEAST, _MOST = 1e-3, 1 - 1e-3
 
 
@@ -263,10 +263,13 @@ def _bin(confidence: float) -> int:
 
 
 class _Averages:
-    """Fading averages of a value for each draft, and how far they were off."""
+    """Fading averages of a value for each draft, and how far they were off.
 
-    def __init__(self, num_drafts: int, memory: float):
-        self._keep = 1 - 1 / memory
+    ``weight``: of guesses, in observations.
+    """
+
+    def __init__(self, num_drafts: int, memory: float, weight: float):
+        self._keep, self._weight = 1 - 1 / memory, weight
         self.count, self.total = [0.0] * num_drafts, [0.0] * num_drafts
         self.expected = self.found = 0.0
 
@@ -283,11 +286,11 @@ class _Averages:
         self.found += found
 
     def shrunk(self, draft: int, guess: float) -> float:
-        return (self.total[draft] + _GUESS * guess) / (self.count[draft] + _GUESS)
+        return (self.total[draft] + self._weight * guess) / (self.count[draft] + self._weight)
 
     def truth(self, guess: float = 1.0) -> float:
         """What to multiply expectations with: accepted drafts over expected ones."""
-        return (self.found + _GUESS * guess) / (self.expected + _GUESS)
+        return (self.found + self._weight * guess) / (self.expected + self._weight)
 
 
 # ------------------------------------------------------------------------------------- the rule
@@ -420,7 +423,7 @@ class Adapter:
         self.trial_cycles, self.prior = trial_cycles, prior
         self.num_drafts = self.rungs[-1] - 1
         self.calibration = Calibration(self.num_drafts)
-        self._everyone = _Averages(self.num_drafts, 16 * memory)
+        self._everyone = _Averages(self.num_drafts, 16 * memory, _GUESS)
         self._requests: dict[Hashable, _Request] = {}
         self._rung: int | None = None
 
@@ -428,7 +431,7 @@ class Adapter:
         """``speculative``: False for a request that only counts, since it waits for the others."""
         if request_id in self._requests:
             raise ValueError(f"adapter: join: request {request_id!r} is here already")
-        averages = _Averages(self.num_drafts, self.memory)
+        averages = _Averages(self.num_drafts, self.memory, _LIKENESS)
         self._requests[request_id] = _Request(averages, self.credit, self.interval, speculative)
 
     def leave(self, request_id: Hashable) -> None:

@@ -131,6 +131,7 @@ def test_isotonic_pools_what_falls():
     assert isotonic([]) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=12))
 def test_isotonic_rises_and_keeps_the_sum(values):
     smooth = isotonic(values)
