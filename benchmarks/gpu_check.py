@@ -8,6 +8,8 @@ fails, hangs or breaks the device hides no other:
 check OP KIND    calls at the shapes of decoding, against the reference, bytes around included
 capture OP       a CUDA graph replayed on other values gives the bits of eager calls
 capture buckets  the same of a GraphRunner's graphs, which share memory, replayed in turns
+cycle DTYPE      the bundled model through every kind of captured cycle, requests coming and going,
+                 against the same op by op, and against the CPU
 check collectives N, capture collectives, missing rank
                  the same of N ranks that are streams of this device, and one that stays away
 launches         kernels of a verify layer and of an accepted cycle, against what is promised
@@ -44,6 +46,7 @@ from pathlib import Path
 import bench_merge_states
 import bench_moe_experts
 import gpu_attention
+import gpu_cycle
 import torch
 from gpu_attention import ATTENTION, PAGE, RIVALS
 
@@ -64,6 +67,7 @@ AIM_SHARE, AIM_CONTEXT = 0.85, 8192  # of a measured copy, from that context on
 AIM_NODES = 1.1  # 16 nodes against one
 LAYER_LAUNCHES = 3
 MOE_LAUNCHES = 4
+CYCLE_DTYPES = ("float32", "bfloat16")
 
 Row = dict[str, object]
 Measure = Callable[[Callable[[int], object]], float]
@@ -689,6 +693,7 @@ def time_allreduce(
 
 
 TIMINGS: dict[str, Callable[[], Iterator[Row]]] = {
+    "cycle": gpu_cycle.time_cycles,
     "attention": time_attention,
     "accept and compact": time_accept,
     "hidden_capture": time_hidden_capture,
@@ -768,11 +773,13 @@ def all_tasks() -> list[Task]:
             tasks += [Task(f"check {op} {kind}", 45) for kind in kinds(op)]
     tasks += [Task(f"capture {op}", 25) for op in calls.CALLS if kinds(op)]
     tasks.append(Task("capture buckets", 25))
+    tasks += [Task(f"cycle {dtype}", 50) for dtype in CYCLE_DTYPES]
     if kinds("pcie_allreduce"):
         tasks += [Task(f"check collectives {num}", 30) for num in LOCAL_RANKS]
         tasks += [Task("capture collectives", 25), Task("missing rank", 25)]
     tasks.append(Task("launches", 25))
-    tasks += [Task(f"time {name}", 60 if name == "attention" else 40) for name in TIMINGS]
+    long = ("attention", "cycle")
+    tasks += [Task(f"time {name}", 60 if name in long else 40) for name in TIMINGS]
     return [*tasks, Task("suites", float("inf"))]
 
 
@@ -793,9 +800,13 @@ def perform(name: str, say: Callable[[Row], None]) -> Row:
         return capture(rest)
     if kind == "launches":
         return launches()
-    for row in TIMINGS[rest]():
+    rows = gpu_cycle.check_cycles(rest) if kind == "cycle" else TIMINGS[rest]()
+    wrong = []
+    for row in rows:
         say(row)
-    return {}
+        if row.get("result", "ok") != "ok":
+            wrong.append(f"{', '.join(map(str, list(row.values())[:2]))}: {row['result']}")
+    return {"failed": "; ".join(wrong)}
 
 
 def worker(names: list[str]) -> None:

@@ -4,6 +4,7 @@ Every check, capture and timing runs here on reduced shapes, through the backend
 a device; only device and clock are new there.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -18,8 +19,12 @@ from cuda_on_host import emulated, fake_driver, host_build
 from torch.nn.attention import flex_attention
 
 from spec_kernels import _library
+from spec_kernels.decode.batch import Batch
+from spec_kernels.decode.captured import Kind
+from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.ops import common
-from spec_kernels.testing import calls, collectives, graph_safe, on_device
+from spec_kernels.testing import calls, collectives, graph_safe, on_device, serving
+from spec_kernels.testing.tiny_models import PLANS, PROMPTS, Tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
@@ -35,7 +40,8 @@ def gpu_check():
         yield module
     finally:
         sys.path.remove(str(SCRIPT.parent))
-        for name in ("gpu_check", "gpu_attention", "bench_merge_states", "bench_moe_experts"):
+        ours = ("gpu_check", "gpu_attention", "gpu_cycle", "bench_merge_states", "bench_moe_experts")
+        for name in ours:
             sys.modules.pop(name, None)
 
 
@@ -127,6 +133,169 @@ def test_replays_of_buckets_that_are_not_refreshed_are_seen(gpu_check):
 def test_a_replay_that_does_nothing_is_seen(gpu_check, op):
     with pytest.raises(AssertionError, match=f"{op}, .* elements differ"):
         gpu_check.capture(op, "cpu", lambda function: lambda: None)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return Tiny.write(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def check_cycles(gpu_check, tiny):
+    """The check on a tiny model, with what stands for graphs here."""
+
+    def check(dtype="float32", record=_recorded, names=("chain",), **options):
+        return list(
+            gpu_check.gpu_cycle.check_cycles(
+                dtype,
+                "cpu",
+                models=lambda device, dtype: tiny.models(dtype=dtype),
+                prompts=PROMPTS,
+                record=record,
+                cases={name: gpu_check.gpu_cycle.CASES[name] for name in names},
+                **{"batches": (1, 3), "num_new": 9} | options,
+            )
+        )
+
+    return check
+
+
+def test_replayed_cycles_of_every_kind_equal_eager_ones(gpu_check, check_cycles):
+    rows = check_cycles(names=gpu_check.gpu_cycle.CASES)
+    assert [row["result"] for row in rows] == ["ok"] * 2 * len(gpu_check.gpu_cycle.CASES)
+    assert {row["caches"] for row in rows} == {"same bits"}
+    assert max(row["tokens a cycle"] for row in rows) > 1.3
+    assert "1 to 3" in {row["sizes"] for row in rows}
+    assert all(re.fullmatch(r"(\d+) of \1 texts", row["CPU's tokens"]) for row in rows), rows
+
+
+def test_cycles_of_bfloat16_have_no_oracle_but_their_own_eager_run(check_cycles):
+    for row in check_cycles("bfloat16", batches=(2,)):
+        assert row["result"] == "ok" and "CPU's tokens" not in row
+
+
+def test_replays_that_decode_nothing_new_are_seen(check_cycles):
+    """The first cycle for ever: its tokens are those of another place in the text."""
+
+    def frozen(run):
+        recording = graph_safe.record(run)
+        replays = itertools.count()
+        return lambda: next(replays) % 2 or recording.replay(), recording.outputs
+
+    for row in check_cycles(record=frozen):
+        assert "op by op" in row["result"] and "request 0" in row["result"]
+
+
+def test_a_capture_that_fails_does_not_hide_the_next(check_cycles):
+    captures = itertools.count()
+
+    def record(run):
+        if next(captures) == 0:
+            raise IndexError("no such page")
+        return _recorded(run)
+
+    first, second = check_cycles(record=record)
+    assert "IndexError: no such page" in first["result"] and second["result"] == "ok"
+
+
+@pytest.mark.parametrize("gap, told", [(1.0, "token 2: "), (1e-5, "near tie")])
+def test_other_tokens_than_the_cpus_are_wrong_unless_they_tie(gpu_check, tiny, gap, told):
+    oracle = gpu_check.gpu_cycle._Oracle(tiny.models(), PROMPTS, 3, 6)
+    texts = [list(text) for text in oracle.texts]
+    assert oracle.compare(serving.Served(texts, [], []), [0, 1, 2]) == ("3 of 3 texts", [])
+    wanted = texts[1][2]
+    texts[1][2] = (wanted + 1) % 40
+    logits = torch.zeros(40)
+    logits[wanted] = gap
+    oracle.batch.logits_after = lambda ids: logits
+    texts_alike, wrong = oracle.compare(serving.Served(texts, [], []), [0, 1, 2])
+    assert told in (wrong[0] if wrong else texts_alike) and bool(wrong) == (gap == 1.0)
+
+
+def test_cycles_of_one_rank_are_timed(gpu_check):
+    kimi = gpu_check.gpu_cycle.kimi_rank()
+    assert (kimi.target.num_attention_heads, kimi.target.moe_intermediate_size) == (8, 256)
+    shared = dict(hidden_size=64, num_attention_heads=2, vocab_size=96, intermediate_size=32)
+    target = dataclasses.replace(
+        kimi.target, **shared, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=8, v_head_dim=8,
+        qk_rope_head_dim=8, moe_intermediate_size=32, n_routed_experts=16, num_experts_per_tok=4,
+    )  # fmt: skip
+    drafter = dataclasses.replace(
+        kimi.drafter, **shared, num_key_value_heads=2, head_dim=16, draft_vocab_size=96,
+        target_hidden_size=64,
+    )  # fmt: skip
+    shape = gpu_check.gpu_cycle.RankShape(target, drafter, 32)
+
+    def spans(function):
+        function()
+        return [("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 5.0, 6.0)]
+
+    def time_cycles(**options):
+        rest = dict(dtype=torch.float32, batches=(1, 2), context=20)
+        return list(gpu_check.gpu_cycle.time_cycles("cpu", shape=shape, **rest | options))
+
+    rows = time_cycles(spans_of=spans, record=_recorded)
+    assert [row["result"] for row in rows] == ["ok"] * 2 * len(gpu_check.gpu_cycle.TIMED), rows
+    # Two and more rows bring their values into order with a call of their own.
+    assert {row["calls a layer"] for row in rows if row["cycle"] != "plain"} == {12}
+    assert {(row["busy us"], row["gaps us"]) for row in rows} == {(4.0, 2.0)}
+    assert all(row["graph us"] > 0 and row["host us, graph"] > 0 for row in rows)
+    phases = {"draft", "build", "verify", "accept", "extend"}
+    assert {k.split()[0] for k in rows[-1] if k.endswith("us, no graph")} == phases | {"host"}
+    (without,) = time_cycles(spans_of=lambda f: [], batches=(1,), plans={"plain": None})
+    assert "CUPTI" in without["kernels"] and without["result"] == "ok"
+    broken = time_cycles(spans_of=lambda f: 1 / 0, batches=(1,))
+    assert {row["result"].split(":")[0] for row in broken} == {"ZeroDivisionError"}
+
+
+def test_rows_that_are_not_ok_fail_their_task(gpu_check, monkeypatch):
+    rows = [{"cycles": "chain", "n": 1, "result": "ok"}, {"cycles": "tree", "result": "no"}]
+    monkeypatch.setattr(gpu_check.gpu_cycle, "check_cycles", lambda dtype: iter(rows))
+    said = []
+    assert gpu_check.perform("cycle float32", said.append) == {"failed": "tree, no: no"}
+    assert said == rows
+
+
+# Of the ops in a captured cycle, those whose CUDA tensors take the reference, and why.
+NO_KERNEL: dict[str, str] = {"moe_experts": "its Triton kernel is being written"}
+
+
+def test_no_op_of_a_captured_cycle_runs_the_reference_on_a_gpu(tiny, monkeypatch):
+    target, drafter = tiny.models()
+    drawn = DraftPlan("static", 3, 3, 10, sampled=True)
+    called = set()
+    for plan in (*PLANS.values(), drawn):
+        batch = Batch(target, drafter, plan, max_tokens=80, max_requests=2)
+        for request in serving.requests(PROMPTS, 2, 30, samples=True):
+            batch.join(request)
+        kinds = [Kind(0), Kind(plan.num_nodes), Kind(plan.num_nodes, evicts=True)]
+        kinds += [Kind(plan.num_nodes, draws=True)] if plan.sampled else []
+        with torch.inference_mode():
+            for kind in kinds:
+                run = batch.cycles.cycle(kind, 2).run
+                called |= graph_safe.check(run, batch.state.tensors(), num_runs=2).by_op().keys()
+    ours = {name.partition("::")[2] for name in called if name.startswith("spec_kernels::")}
+    assert {"draft_sample", "tree_build", "tree_verify", "tree_verify_compact"} < ours
+    written = {op: runs for op, runs in KERNELS}
+    assert ours - written.keys() - NO_KERNEL.keys() == set()
+
+    # What a torch with CUDA would be told when the package is imported.
+    registered = set()
+
+    class Library:
+        def impl(self, op, function, key):
+            assert key == "CUDA"
+            registered.add(op)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_library, "_lib", Library())
+    monkeypatch.setattr(_library, "_given_to_triton", set())
+    in_triton = {op for op in ours if written.get(op) == "triton"}
+    for op in ours:
+        _library.register_triton(op)
+    assert registered == in_triton
+    if _library.LIBRARIES["cuda"].loaded:
+        assert all(_library.has_kernel(op, "cuda") for op in ours & written.keys() - in_triton)
 
 
 def measure(function):

@@ -160,7 +160,10 @@ class FaultCheck {
     check_cuda(cudaMalloc(&record_, sizeof(Fault)), op);
     check_cuda(cudaMemsetAsync(record_, 0, sizeof(Fault), stream), op);
   }
-  ~FaultCheck() { cudaFree(record_); }
+  ~FaultCheck() {
+    // Even of a null pointer it may break a capture that is under way.
+    if (record_) cudaFree(record_);
+  }
   FaultCheck(const FaultCheck&) = delete;
   FaultCheck& operator=(const FaultCheck&) = delete;
 

@@ -9,10 +9,12 @@ anything: what they decide by is tokens, which are the same bits on all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,6 +22,7 @@ from spec_kernels.decode.adaptive import Adapter, Choice, CostTable
 from spec_kernels.decode.captured import CapturedCycles, Kind
 from spec_kernels.decode.cycle import Cycle, CycleResult, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
+from spec_kernels.decode.graph import Recorder
 from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.measure import measure_costs
 from spec_kernels.decode.prefill import Prefill
@@ -114,8 +117,24 @@ class _Flight:
     choice: Choice | None = None
 
 
+def _in_order(method: Callable) -> Callable:
+    """Without gradients, and on the batch's own stream, whichever thread calls: prompts, cycles,
+    copies and what the host writes between them run one after the other."""
+
+    @functools.wraps(method)
+    def call(self: Batch, *args, **kwargs):
+        stream = self._stream
+        is_set = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.inference_mode(), is_set:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class Batch:
     """Decodes up to ``max_requests`` requests together, with one target and, if given, one drafter.
+
+    On a GPU everything runs on the stream that is current where the batch is made.
 
     Args:
         target: this rank's part; every rank makes the same calls in the same order.
@@ -132,6 +151,8 @@ class Batch:
         adaptive: verify as many drafts a cycle as pay; None = always all of the plan's. For chains
             and dynamic trees. What is emitted keeps its distribution, and without drawn drafts it
             stays the same token for token.
+        record: how cycles are recorded (``GraphRunner``); None = as graphs on a GPU. With
+            ``graph.eagerly`` they run op by op there too.
     """
 
     def __init__(
@@ -148,6 +169,7 @@ class Batch:
         sampling: SamplingOptions | None = None,
         read_behind: int | None = None,
         adaptive: Adaptive | None = None,
+        record: Recorder | None = None,
     ):
         if not 1 <= chunk <= 1024:
             raise ValueError(f"batch: chunk: expected 1 <= chunk <= 1024, got {chunk}")
@@ -166,6 +188,8 @@ class Batch:
             )
         self.target, self.drafter, self.plan = target, drafter, plan
         self.max_requests, self.read_behind = max_requests, read_behind
+        is_cuda = target.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(target.device) if is_cuda else None
         # Rows in flight past the committed ones: the tree, the drafted rows, the extended rows.
         self.slack = 1
         if drafter is not None:
@@ -175,7 +199,7 @@ class Batch:
         self.cache = KVCache(target, drafter, max_requests, most, page_size, num_pages)
         self.state = BatchState.allocate(self.cache, drafter, target.config.vocab_size, sampling)
         self.prefill = Prefill(target, drafter, self.state, chunk)
-        self.cycles = CapturedCycles(target, drafter, plan, self.state)
+        self.cycles = CapturedCycles(target, drafter, plan, self.state, record)
         self.clock = self.cycles.clock
         # By the result they copy, which is kept so that no other comes to bear its id.
         self._readbacks: dict[int, tuple[CycleResult, Readback]] = {}
@@ -206,7 +230,7 @@ class Batch:
         num_pages = self.num_pages(request)
         return self.num_requests < self.max_requests and num_pages <= self.cache.pool.num_free
 
-    @torch.inference_mode()
+    @_in_order
     def join(self, request: Request) -> int:
         """Reserves pages for all that the request may come to hold, and runs its prompt.
 
@@ -240,7 +264,7 @@ class Batch:
         self.seconds_joining += time.perf_counter() - begun
         return member.name
 
-    @torch.inference_mode()
+    @_in_order
     def leave(self, name: int) -> None:
         """Takes a request out, wherever its decoding stands; its pages are free at once.
 
@@ -262,7 +286,7 @@ class Batch:
             self._members[row] = self._members[last]
         self._members.pop()
 
-    @torch.inference_mode()
+    @_in_order
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row.
 
@@ -313,7 +337,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------- cycles
 
-    @torch.inference_mode()
+    @_in_order
     def step(self) -> list[Emitted]:
         """Launches one cycle for all requests and reads what came before it.
 
@@ -325,12 +349,12 @@ class Batch:
             self._launch()
         return emitted + self._read(self.read_behind if self._members else 0)
 
-    @torch.inference_mode()
+    @_in_order
     def warm_up(self, speculative: bool = True, draws: bool = False) -> None:
         """Captures a kind of cycle for every bucket now, and not when it is first needed."""
         self.cycles.runner(Kind(self.plan.num_nodes if speculative else 0, draws))
 
-    @torch.inference_mode()
+    @_in_order
     def cycle(
         self, num_requests: int = 1, speculative: bool = True, draws: bool = False
     ) -> Cycle | PlainCycle:

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 from spec_kernels.decode.cycle import Cycle, CycleResult, PhaseClock, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
-from spec_kernels.decode.graph import GraphRunner, Plan, request_buckets, shared_recorder
+from spec_kernels.decode.graph import (
+    GraphRunner,
+    Plan,
+    Recorder,
+    request_buckets,
+    shared_recorder,
+)
 from spec_kernels.decode.kv_cache import INERT
 from spec_kernels.decode.state import BatchState
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
@@ -36,7 +42,7 @@ class CapturedCycles:
     """Makes and captures each kind of cycle at its first use, for buckets of 1, 2, 4, ... requests.
 
     All stand on the same state, and on a GPU in one memory pool. Attributes: ``clock``, the seconds
-    of all cycles by phase.
+    of all cycles by phase. ``record`` is how they are recorded, where not as the device has it.
     """
 
     def __init__(
@@ -45,11 +51,12 @@ class CapturedCycles:
         drafter: Drafter | AbsentDrafter | None,
         plan: DraftPlan,
         state: BatchState,
+        record: Recorder | None = None,
     ):
         self.target, self.drafter, self.plan, self.state = target, drafter, plan, state
         self.max_requests = len(state.limits)
         self.clock = PhaseClock(target.device)
-        self._record = shared_recorder(target.device)
+        self._record = record or shared_recorder(target.device)
         self._runners: dict[Kind, GraphRunner] = {}
         self._cycles: dict[tuple[Kind, int], Cycle | PlainCycle] = {}
 

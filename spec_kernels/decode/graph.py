@@ -8,6 +8,7 @@ bucket. What a plan must keep to is what any captured graph needs, and
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -104,7 +105,8 @@ class GraphRunner:
         buffers: as ``watch``, but values may change: K/V caches, tables.
         num_warmups: runs before the recording, at least 1: kernels are compiled there, and what
             the model allocates once for a shape is allocated there.
-        record: how a run is recorded, instead of by ``device`` alone (``shared_recorder``).
+        record: how a run is recorded, instead of by ``device`` alone: ``shared_recorder``, or
+            ``eagerly``.
 
     Raises:
         ValueError: buckets, tokens_per_request or num_warmups are out of range.
@@ -334,7 +336,8 @@ def _check_outputs(first: object, recorded: object) -> None:
 # ------------------------------------------------------------------------------------ recording
 
 
-def _eagerly(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
+def eagerly(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
+    """The recorder that records nothing: replays call ``run`` again, on any device."""
     return run, run()
 
 
@@ -342,7 +345,7 @@ def shared_recorder(device: torch.device | str) -> Recorder:
     """How runners record on ``device``; those that are given one recorder share one memory pool,
     and replay on one stream, one after the other."""
     device = torch.device(device)
-    return _CudaGraphs(device).record if device.type == "cuda" else _eagerly
+    return _CudaGraphs(device).record if device.type == "cuda" else eagerly
 
 
 class _CudaGraphs:
@@ -353,9 +356,13 @@ class _CudaGraphs:
         with torch.cuda.device(device):
             # Memory is shared through the pool only by captures on the same stream.
             self.stream = torch.cuda.Stream()
-            self.pool = torch.cuda.graph_pool_handle()
+        self.pool = None
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, run: Callable[[], object]) -> tuple[Callable[[], object], object]:
+        if not self._alive:
+            # torch refuses a pool whose graphs are all gone.
+            self.pool = torch.cuda.graph_pool_handle()
         graph, failure = torch.cuda.CUDAGraph(), None
         # Other threads of an engine may allocate or copy meanwhile: thread_local lets them.
         context = torch.cuda.graph(
@@ -372,6 +379,7 @@ class _CudaGraphs:
         except Exception as error:
             # What ending a broken capture raises says less than what broke it.
             raise (failure or error) from None
+        self._alive.add(graph)
         return graph.replay, outputs
 
 

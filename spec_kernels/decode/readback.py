@@ -53,6 +53,7 @@ class Readback:
         host, event = self._ring[turn], self._events[turn]
         host.copy_(self.buffer, non_blocking=True)
         if event is not None:
-            event.record()
+            # By default it would be recorded on a stream of the thread's current device.
+            event.record(torch.cuda.current_stream(self.buffer.device))
         self._pending[turn] = Pending(host, event)
         return self._pending[turn]

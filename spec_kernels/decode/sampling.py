@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from spec_kernels.decode.kv_cache import pinned
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -140,7 +142,8 @@ class SamplingTensors:
             if params.allowed is None:
                 self.allowed[row].fill_(-1)
             else:
-                self.allowed[row].copy_(_words(params.allowed, self.allowed.shape[2]))
+                words = _words(params.allowed, self.allowed.shape[2])
+                self.allowed[row].copy_(pinned(words, self.allowed.device), True)
 
     def rows(self, rows: slice) -> SamplingTensors:
         """The same of some requests, as views."""

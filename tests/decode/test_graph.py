@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spec_kernels.comm.launch import launch
+from spec_kernels.decode.batch import Batch, Request
 from spec_kernels.decode.cycle import PhaseClock, causal_words
 from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.graph import (
@@ -21,6 +22,7 @@ from spec_kernels.decode.graph import (
     Plan,
     StaleGraph,
     request_buckets,
+    shared_recorder,
 )
 from spec_kernels.decode.nests import named_tensors
 from spec_kernels.models.layers import Step
@@ -590,6 +592,41 @@ def test_on_cuda_all_buckets_share_one_pool_and_one_stream(monkeypatch):
     assert cuda.log == [options, options]
     assert runner.replay(8) is out and runner.run(1) is out
     assert cuda.log[2:] == ["replay", "replay"] and len(ran) == 4
+
+
+def test_on_cuda_a_pool_whose_graphs_are_gone_is_left(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    pools = iter("ab")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    record = shared_recorder("cuda")
+    runners = [GraphRunner(lambda _: Plan(lambda: None), [4], record=record) for _ in range(2)]
+    for runner in runners:
+        runner.capture()
+    runners[0].capture()  # the other's graph has kept the pool
+    for runner in runners:
+        runner.invalidate()
+    runners[0].capture()
+    assert [options["pool"] for options in cuda.log] == ["a", "a", "a", "b"]
+
+
+def test_everything_of_a_batch_runs_on_the_stream_it_was_made_on(tiny, monkeypatch):
+    """Whichever thread calls: streams are the thread's own."""
+    target, drafter = tiny.models()
+    batch = Batch(target, drafter, max_tokens=40)
+    entered = []
+
+    @contextlib.contextmanager
+    def on_stream(stream):
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    batch._stream = "the batch's"
+    batch.warm_up()
+    batch.leave(batch.join(Request([1, 2], 4)))
+    batch.logits_after([1, 2])
+    batch.step()
+    assert entered == ["the batch's"] * 5
 
 
 def test_on_cuda_what_broke_the_capture_is_raised_and_the_stream_put_back(monkeypatch):
