@@ -212,7 +212,8 @@ def test_other_tokens_than_the_cpus_are_wrong_unless_they_tie(gpu_check, tiny, g
     assert told in (wrong[0] if wrong else texts_alike) and bool(wrong) == (gap == 1.0)
 
 
-def test_cycles_of_one_rank_are_timed(gpu_check):
+def test_cycles_of_one_rank_are_timed(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check.gpu_cycle, "NUM_CYCLES", 4)
     kimi = gpu_check.gpu_cycle.kimi_rank()
     assert (kimi.target.num_attention_heads, kimi.target.moe_intermediate_size) == (8, 256)
     shared = dict(hidden_size=64, num_attention_heads=2, vocab_size=96, intermediate_size=32)
