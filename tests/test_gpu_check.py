@@ -94,6 +94,8 @@ def test_the_check_fails_a_wrong_kernel(op):
         def kernel(op, place=place):
             def run(*args):
                 _library.REFERENCES[op](*args)
+                if args[place] is None:
+                    return
                 last = args[place][-1] if isinstance(args[place], list) else args[place]
                 if last.numel():
                     cell = last.flatten()[-1:].clone()
