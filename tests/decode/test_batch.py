@@ -19,7 +19,8 @@ import torch
 
 from spec_kernels.comm.launch import launch
 from spec_kernels.decode import captured
-from spec_kernels.decode.batch import Batch, Request
+from spec_kernels.decode.adaptive import CostTable
+from spec_kernels.decode.batch import Adaptive, Batch, Request
 from spec_kernels.decode.graph import GraphRunner
 from spec_kernels.decode.kv_cache import INERT, OutOfPages
 from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
@@ -84,6 +85,7 @@ class Bench:
         if key not in texts:
             name = batch.join(request)
             texts[key] = tokens_of(drain(batch)[name])
+            assert all(0 <= token < VOCAB for token in texts[key])
         return texts[key]
 
 
@@ -249,6 +251,41 @@ def test_case_27_interleaved_replays_of_all_buckets_equal_eager_cycles(bench, re
     assert_empty(batch)
 
 
+RUNGS = {"chain": [1, 2, 3, 4], "dynamic": [1, 3, 6, 12]}
+
+
+@pytest.mark.parametrize("read_behind", [0, 2])
+@pytest.mark.parametrize("kind", RUNGS)
+def test_adaptive_verification_changes_no_token(bench, kind, read_behind):
+    plan, rungs = PLANS[kind], RUNGS[kind]
+    # Four whole trees cost half a cycle, and making them nearly as much: only right drafts pay.
+    num_drafts = rungs[-1] - 1
+    costs = CostTable.from_curve(
+        lambda tokens: 1 + 0.5 * tokens / (4 * num_drafts),
+        [1, 2, 4],
+        rungs,
+        lambda nodes: 0.3 * (nodes - 1) / num_drafts,
+    )
+    adaptive, options = Adaptive(rungs, costs), {"max_requests": 4, "read_behind": read_behind}
+    batch = bench.batch(plan, adaptive=adaptive, **options)
+    choose, chosen, kept = batch.adapter.choose, set(), set()
+
+    def noting(names, places):
+        choice = choose(names, places)
+        chosen.add(choice.rung)
+        kept.update(choice.max_nodes)
+        return choice
+
+    batch.adapter.choose = noting
+    traffic = Traffic(batch, [request_of(seed) for seed in range(24)], seed=5)
+    while traffic.step(leave=0.1, fault=0.03):
+        pass
+    traffic.check(functools.partial(bench.alone, plan))
+    # Else this shows nothing.
+    assert len(chosen) > 1 and len(kept) > 2, (chosen, kept)
+    assert_empty(batch)
+
+
 def test_a_request_is_its_own_in_any_order_and_row(bench):
     plan = PLANS["static"]
     requests = [request_of(seed) for seed in range(6)]
@@ -367,6 +404,7 @@ def test_the_first_sampled_request_joins_late_and_its_capture_shows_nowhere(benc
     batch = bench.batch(plan, max_requests=3)
     greedy = [Request(PROMPTS[0], MAX_NEW), Request(PROMPTS[1], MAX_NEW, speculative=False)]
     sampled = Request(PROMPTS[2], MAX_NEW, SamplingParams(1.0, seed=5))
+    batch.warm_up()
     names = [batch.join(greedy[0])]
     got = {names[0]: [], 1: [], 2: []}
 
@@ -571,28 +609,34 @@ def test_case_05_who_is_done_writes_nothing(bench, ends_by, speculative):
     batch = bench.batch(plan, max_requests=4)
     batch.join(dataclasses.replace(short, **ends))
     batch.join(long)
-    cycle = batch.cycle(4, speculative)
-    tokens = [int(batch.state.start.root_tokens[1])]
+    cycle, texts = batch.cycle(4, speculative), batch.state.start.root_tokens[:2].tolist()
+    texts = [[token] for token in texts]
+
+    def run():
+        verified = cycle.run().verified
+        for row, text in enumerate(texts):
+            text += verified.tokens[row][verified.tokens[row] >= 0].tolist()
+        assert not verified.status.any()
+        return verified
+
     for _ in range(MAX_NEW):
         if batch.cache.context_lens[0] == INERT:
             break
-        cycle.run()
-        verified = cycle.result.verified
-        tokens += verified.tokens[1, : verified.num_accepted[1] + 1].tolist()
+        run()
+    # It was done in the cycle in which it came to its end.
+    end = whole.index(ends["stop_ids"][0]) + 1 if ends_by == "stop" else ends["max_new_tokens"]
+    assert texts[0][:end] == whole[:end] and len(texts[0]) - end <= plan.steps
     mine = pages_of(batch, 1)
     others = [p for p in range(batch.cache.target.shape[1]) if p not in mine]
     poison(batch, others)
     for _ in range(4):
         assert batch.cache.context_lens[[0, 2, 3]].tolist() == [INERT] * 3
-        cycle.run()
-        verified = cycle.result.verified
+        verified = run()
         assert (verified.tokens[[0, 2, 3]] == -1).all()
-        assert not verified.num_accepted[[0, 2, 3]].any() and not verified.status.any()
-        tokens += verified.tokens[1, : verified.num_accepted[1] + 1].tolist()
+        assert not verified.num_accepted[[0, 2, 3]].any()
     assert is_poisoned(batch, others)
-    wanted = bench.alone(plan, dataclasses.replace(long, speculative=True))
-    num = min(len(tokens), MAX_NEW)
-    assert [t for t in tokens if t >= 0][:num] == wanted[:num]
+    most = min(len(texts[1]), MAX_NEW)
+    assert texts[1][:most] == bench.alone(plan, Request(PROMPTS[1], MAX_NEW))[:most]
 
 
 # ---------------------------------------------------------------------------------------- ranks

@@ -29,7 +29,7 @@ SAMPLED = SamplingParams(
 )
 # Who may stand in a row: nobody, a greedy request, one that samples; and every mix of them.
 MIXES = list(itertools.product((None, SamplingParams(), SAMPLED), repeat=NUM_ROWS))
-CYCLES_EACH = 4
+CYCLES_EACH = 3
 
 
 class Served:

@@ -123,15 +123,21 @@ def test_tasks_read_their_streams_at_once(tiny, wanted):
         return await asyncio.gather(*map(read, streams(engine)))
 
     assert asyncio.run(everything()) == wanted
-    alone = len(cycles)
-    # As many cycles as when one reader drives them: nobody steps for what is there already.
-    cycles.clear()
-    for stream in streams(engine):
-        stream.result()
-    assert alone == len(cycles)
-    assert is_empty(engine)
+    assert is_empty(engine) and cycles
     # Another event loop, the same engine.
     assert asyncio.run(everything()) == wanted
+
+
+def test_tasks_do_not_step_for_what_came_while_they_waited_for_their_turn(tiny, wanted):
+    engine = tiny.engine(max_requests=3)
+    cycles = counted(engine)
+    every = streams(engine)
+
+    async def one_of_each():
+        return await asyncio.gather(*map(anext, every))
+
+    assert asyncio.run(one_of_each()) == [tokens[0] for tokens in wanted]
+    assert cycles == [3]
 
 
 def test_a_cancelled_task_leaves_the_others_as_they_are(tiny, wanted):
