@@ -16,18 +16,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 
+import bundled
 import torch
 
 from spec_kernels.comm import Communicator
 from spec_kernels.decode.batch import Batch
 from spec_kernels.decode.captured import Kind
-from spec_kernels.decode.cli import ASSETS
 from spec_kernels.decode.cycle import PHASES, Cycle, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.graph import Recorder, eagerly
 from spec_kernels.decode.kv_cache import INERT
 from spec_kernels.models.config import DrafterConfig, TargetConfig
 from spec_kernels.models.drafter import Drafter
+from spec_kernels.models.pair import load_pair
 from spec_kernels.models.target import Target
 from spec_kernels.testing import graph_safe
 from spec_kernels.testing.random_weights import RandomWeights
@@ -39,6 +40,7 @@ Models = tuple[Target, Drafter]
 Spans = list[tuple[str, float, float]]
 
 BATCHES = (1, 4, 16)
+NUM_PROMPTS = 12
 
 
 # --------------------------------------------------------------------------------------- checks
@@ -66,25 +68,16 @@ CASES = {
 NEAR_TIE = 1e-3
 
 
-def bundled(device: str, dtype: torch.dtype) -> Models:
+def bundled_models(device: str, dtype: torch.dtype) -> Models:
     """The trained models of the package."""
-    config = DrafterConfig.from_json(ASSETS / "drafter")
-    num_layers = TargetConfig.from_json(ASSETS / "target").num_hidden_layers
-    layers = config.captured_layers(num_layers)
-    comm = Communicator.single()
-    target = Target.load(ASSETS / "target", comm, dtype, device, captured_layers=layers)
-    return target, Drafter.load(ASSETS / "drafter", target)
-
-
-def bundled_prompts() -> list[list[int]]:
-    return [p["token_ids"] for p in json.loads((ASSETS / "prompts.json").read_text())[::5]]
+    return load_pair(dtype=dtype, device=device)
 
 
 def check_cycles(
     dtype: str,
     device: str = "cuda",
     *,
-    models: Callable[[str, torch.dtype], Models] = bundled,
+    models: Callable[[str, torch.dtype], Models] = bundled_models,
     prompts: Sequence[Sequence[int]] | None = None,
     record: Recorder | None = None,
     batches: Sequence[int] = BATCHES,
@@ -98,7 +91,7 @@ def check_cycles(
     where the device has none.
     """
     kind = getattr(torch, dtype)
-    prompts = prompts or bundled_prompts()
+    prompts = prompts or bundled.held_out(NUM_PROMPTS)
     oracle = None
     if kind == torch.float32:
         oracle = _Oracle(models("cpu", kind), prompts, _num_requests(max(batches)), num_new)

@@ -42,7 +42,7 @@ def gpu_check():
         sys.path.remove(str(SCRIPT.parent))
         for name in ("gpu_check", "gpu_attention", "gpu_cycle"):
             sys.modules.pop(name, None)
-        for name in ("bench_merge_states", "bench_moe_experts"):
+        for name in ("bench_merge_states", "bench_moe_experts", "bundled"):
             sys.modules.pop(name, None)
 
 
