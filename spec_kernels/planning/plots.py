@@ -129,9 +129,9 @@ def draw_speeds(axes, answer: Answer) -> None:
     cycles = sorted(answer.cycles, key=lambda c: c.ms)
     k, batch = answer.num_drafts, answer.batch
     bounded = viability.chain_accept_length(p, k)
-    top = max(
-        *answer.targets, *(batch * 1e3 * (k + 1) / c.ms for c in cycles), answer.plain_tok_s or 0
-    )
+    fastest = [batch * 1e3 * (k + 1) / c.ms for c in cycles]
+    highs = [prediction.tok_s.high for prediction in answer.predictions]
+    top = max(*answer.targets, *fastest, *highs, answer.plain_tok_s or 0)
     lines = []
     for number, cycle in enumerate(cycles):
         style = {"color": _COLOURS[number % 6]}
@@ -206,6 +206,8 @@ def draw_map(axes, answer: Answer) -> None:
     # Filled in equal ratios: speed falls as 1 / time, and equal steps would crowd at one end.
     levels = np.geomspace(speeds.min(), speeds.max(), 17)
     filled = axes.contourf(p, ms, speeds, levels=levels, cmap="cividis", norm="log")
+    # Or a page's renderer shows seams between the bands.
+    filled.set_edgecolor("face")
     bar = axes.figure.colorbar(filled, ax=axes, pad=0.02)
     ticks = _round_numbers(speeds.min(), speeds.max())
     bar.set_ticks(ticks, labels=[f"{t:g}" for t in ticks])

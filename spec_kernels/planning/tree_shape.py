@@ -11,6 +11,7 @@ probability that their path is right: each right node adds the one token it hold
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -349,7 +350,10 @@ def choices(
     check_costs(name, cost_ms, draft_ms)
     most = max(cost_ms)
     deepest = most - 1 if max_depth is None else min(max_depth, most - 1)
-    if not callable(rates):
+    if callable(rates):
+        # Every depth asks for the same parents again.
+        rates = functools.cache(rates)
+    else:
         deepest = min(deepest, len(rates))
     best: dict[int, Choice] = {}
     for depth in range(deepest + 1):
