@@ -1,7 +1,7 @@
 """Is the chosen shape the fastest, and is choosing anew each cycle worth it: the bundled model.
 
     python benchmarks/bench_tree_shape.py [--rounds N] [--new-tokens N] [--prompts N] [--trace FILE]
-                                          [--json FILE]
+                                          [--json FILE] [--costs FILE]
 
 Chains and trees of many sizes decode greedily, in turns; all must give plain decoding's tokens. In
 every second round their cycles are timed: verifying N nodes, and the drafter. From these costs, and
@@ -13,13 +13,14 @@ neighbour is called faster where it is so beyond the spread of rounds.
 
 Last, the loop's rule is replayed on the trace against fixed chains, with the costs measured here
 and with those that ``planning.cost_model`` predicts for Kimi-K2.5 (of which the acceptance is not:
-it is the bundled model's).
+it is the bundled model's). ``--costs`` repeats this part alone, with an earlier run's costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from pathlib import Path
 
@@ -190,22 +191,14 @@ def adapting(name: str, trace: Trace, costs: CostTable) -> list[dict]:
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    trace = Trace.load(options.trace)
+def timed(options, trace: Trace) -> tuple[list[dict], Costs]:
+    """Chains and trees in turns: rows, and what cycles cost."""
     names = sorted({text.name for text in trace.texts}, key=lambda n: int(n.split()[-1]))
     prompts = held_out(len(names))
-    timed = list(range(0, len(names), len(names) // options.prompts))[: options.prompts]
-    others = [t for t in trace.at(0.0).texts if t.name not in {names[i] for i in timed}]
+    numbers = list(range(0, len(names), len(names) // options.prompts))[: options.prompts]
+    others = [t for t in trace.at(0.0).texts if t.name not in {names[i] for i in numbers}]
     rates = path_rates(others, trace.num_ranks)
-    prompts, new = [prompts[i] for i in timed], options.new_tokens
+    prompts, new = [prompts[i] for i in numbers], options.new_tokens
     rows: list[dict] = []
     with torch.inference_mode():
         target, drafter = load_pair()
@@ -247,15 +240,40 @@ def main():
             [loops[t.paths] for t in near],
             loops[chosen.shape.paths],
         )
+    return rows, costs
 
+
+def replayed(trace: Trace, costs: Costs) -> list[dict]:
+    """The loop's rule on the trace, with measured and with predicted costs."""
     print("\nadapting: tok/s of chains replayed on the trace (in brackets: nodes)")
     columns = f"{'no drafts':>10}{'best fixed':>12}{'rule':>9}{'possible':>10}"
     print(f"{'costs':26}{'texts':24}{columns}   rule / fixed")
-    rows += adapting("measured here", trace, costs.of_chains())
+    rows = adapting("measured", trace, costs.of_chains())
     for context in CONTEXTS:
         predicted = published.predicted_costs()
         grid = chain_costs(kimi_k25(), kimi_k25_drafter(), predicted, RUNGS, context=context)
         rows += adapting(f"Kimi-K2.5, context {context}", trace, CostTable(grid))
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--costs", type=Path, help="--json of an earlier run: replay only")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trace = Trace.load(options.trace)
+    if options.costs:
+        row = next(r for r in json.loads(options.costs.read_text())["rows"] if "verify" in r)
+        verify = {int(num_nodes): ms for num_nodes, ms in row["verify"].items()}
+        rows, costs = [row], Costs(verify, row["extend"], row["level"])
+    else:
+        rows, costs = timed(options, trace)
+    rows += replayed(trace, costs)
     if options.json:
         write_json(options.json, rows)
 
