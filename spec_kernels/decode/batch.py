@@ -134,6 +134,11 @@ def _in_order(method: Callable) -> Callable:
 class Batch:
     """Decodes up to ``max_requests`` requests together, with one target and, if given, one drafter.
 
+    A request's tokens depend on itself alone, not on who else is there or when results are read.
+    With ``adaptive`` and drawn drafts together it is their distribution alone that stays: how many
+    drafts are drawn, which others have a say in, changes the text. Requests that sample should
+    have different seeds there.
+
     On a GPU everything runs on the stream that is current where the batch is made.
 
     Args:
@@ -147,10 +152,9 @@ class Batch:
         sampling: what requests may ask for beyond their parameters.
         read_behind: results that may be under way when ``step`` returns: with 1, the default on
             CUDA, a cycle's tokens are read while the next one runs; with 0, the default on a CPU,
-            where nothing runs meanwhile, at once. Tokens do not depend on it.
+            where nothing runs meanwhile, at once.
         adaptive: verify as many drafts a cycle as pay; None = always all of the plan's. For chains
-            and dynamic trees. What is emitted keeps its distribution, and without drawn drafts it
-            stays the same token for token.
+            and dynamic trees.
         record: how cycles are recorded (``GraphRunner``); None = as graphs on a GPU. With
             ``graph.eagerly`` they run op by op there too.
     """

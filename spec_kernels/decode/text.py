@@ -77,7 +77,8 @@ def render(report: dict) -> str:
         return f"{label:<26}" + "".join(f"{cell(p):>{width}}" for p in passes)
 
     def histogram(p: dict) -> str:
-        total = max(1, p["num_cycles"])
+        # A cycle counts once for each request in it.
+        total = max(1, sum(p["accept_histogram"].values()))
         return " ".join(f"{100 * n / total:.0f}" for n in p["accept_histogram"].values())
 
     def nodes(p: dict) -> str:
