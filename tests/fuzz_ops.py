@@ -778,6 +778,7 @@ FACES = {
     "tree_attention_mla": functools.partial(_attention_face, "tree_attention_mla"),
     "hidden_capture": functools.partial(_face, "hidden_capture"),
     "merge_states": functools.partial(_face, "merge_states"),
+    "moe_experts": functools.partial(_face, "moe_experts"),
     "rope_append": functools.partial(_face, "rope_append"),
     "rope_append_mla": functools.partial(_face, "rope_append_mla"),
 }

@@ -89,7 +89,7 @@ def build(name: str, arch: int) -> dict[str, int]:
     else:
         constants = tile.constants | dict(
             TOP_K=8, ROWS=kernels.ROWS, INT4=weight == "i32", GROUP=32, HAS_ROUTED=True,
-            HAS_SHARED=True, BY_EXPERT=False, CHUNK=kernels.CHUNK,
+            HAS_SHARED=True, BY_EXPERT=False, CHUNK=kernels.CHUNKS[-1],
         )  # fmt: skip
     arguments = _arguments(kernel, constants, x, weight)
     options = {k: v for k, v in tile.launch.items() if k not in ("num_warps", "num_stages")}

@@ -13,6 +13,7 @@ from test_moe_experts import ISAS, OP, mlp, oracle, plain, refused
 from spec_kernels import _library
 from spec_kernels.ops import moe_experts
 from spec_kernels.ops.moe_experts import dequantize_int4
+from spec_kernels.testing import graph_safe
 from spec_kernels.testing.compare import assert_as_accurate, assert_same_bits, poisoned
 from spec_kernels.testing.int4 import pack_int4, quantize_int4, random_int4
 
@@ -55,6 +56,10 @@ def unpacked(a, dtype):
     """The same call with dequantised weights."""
     b = {k: v for k, v in a.items() if not k.endswith("scale")}
     return b | {name: dequantize_int4(a[name], a[f"{name}_scale"]).to(dtype) for name in WEIGHTS}
+
+
+def unpacked_call(*sizes):
+    return unpacked(make(*sizes), sizes[-1])
 
 
 def check_accuracy(backend, dtype, shapes):
@@ -309,6 +314,23 @@ def test_out_stands_apart(backend):
         out = torch.as_strided(a[name], (2, 32), (32, 1))
         with pytest.raises(ValueError, match=f"out: expected memory apart from {name}"):
             moe_experts(**a, top_k=2, out=out, backend=backend)
+
+
+@pytest.mark.parametrize("kind", [make, unpacked_call], ids=["int4", "full"])
+def test_a_graph_may_hold_it(backend, dtype, kind):
+    """Values that choose other experts in every run; for Triton's launcher, see its own suite."""
+    a = kind(9, 64, 32, 12, 6, dtype)
+    out = torch.empty_like(a["x"])
+
+    def fill(run):
+        g = torch.Generator().manual_seed(run)
+        for t in a.values():
+            if t.dtype.is_floating_point:
+                t.copy_(torch.randn(t.shape, generator=g))
+
+    graph_safe.check(
+        lambda: moe_experts(**a, top_k=2, out=out, backend=backend), (a, out), fill=fill
+    )
 
 
 def raw_arguments(a, out, top_k=2):

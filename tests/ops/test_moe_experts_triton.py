@@ -133,7 +133,7 @@ def test_ids_of_several_chunks(backend, kernels, monkeypatch):
     a = make(23, 32, 8, 6, 3, torch.float32)
     few = make(5, 32, 8, 6, 24, torch.float32)
     want = [moe_experts(**b, top_k=3, backend=backend) for b in (a, few)]
-    monkeypatch.setattr(kernels, "CHUNK", 4)
+    monkeypatch.setattr(kernels, "CHUNKS", (4,))
     got = [moe_experts(**b, top_k=3, backend=backend) for b in (a, few)]
     assert_same_bits(got[0], want[0])
     assert_same_bits(got[1], want[1])
@@ -210,6 +210,21 @@ def test_launches_do_not_depend_on_data(interpreted, kernels, kind):
         "gate_up_kernel",
         "down_kernel",
     ]
+
+
+def test_endless_experts_are_refused(interpreted):
+    """Views that repeat an element, which no scratch could serve, and counts beyond 32 bits."""
+    x = torch.ones(16, 1)
+    for what, num_experts, inner in (("router_weight", 2**60, 1), ("w_down", 1, 2**24 + 1)):
+        with pytest.raises(ValueError, match=f"{what}: expected at most"):
+            moe_experts(
+                x,
+                torch.ones(1, 1).expand(num_experts, 1),
+                torch.ones(1, 1, 1).expand(num_experts, 2 * inner, 1),
+                torch.ones(1, 1, inner).expand(num_experts, 1, inner),
+                top_k=1,
+                backend="triton",
+            )
 
 
 def test_a_dense_layer_is_two_launches(interpreted, kernels):

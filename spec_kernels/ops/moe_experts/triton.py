@@ -28,15 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
+from spec_kernels.ops.common import fail
 from spec_kernels.ops.moe_experts.api import INT4_GROUP, INT4_PER_WORD
 from spec_kernels.ops.triton_common import check_device, operand, round_to
 
+_OP = "moe_experts"
 # Rows of x a dot has room for.
 ROWS = 16
 # Depth of a program of the router.
 SPLIT = 1024
-# Ids that a program compares at once.
-CHUNK = 512
+# Ids that a program compares at once: the least that holds all of them, else the last.
+CHUNKS = (32, 128, 512)
+# As many as the CPU kernel takes: tiles of ids and counts of columns are 32-bit.
+MAX_EXPERTS, MAX_INNER = 1 << 16, 1 << 24
 # Rows of a pass: bounds the scratch, of which the fp32 products of every pair are the most.
 MAX_ROWS = 1024
 CHOICE_WARPS = 4
@@ -556,7 +560,7 @@ def _pass(x, route, gate_up, down, shared_gate_up, shared_down, top_k, out) -> N
         HAS_ROUTED=top_k > 0,
         HAS_SHARED=has_shared,
         BY_EXPERT=by_expert,
-        CHUNK=CHUNK,
+        CHUNK=next((chunk for chunk in CHUNKS if num_pairs <= chunk), CHUNKS[-1]),
     )
     gate_up_kernel[(num_items * num_tiles,)](
         x,
@@ -616,7 +620,12 @@ def moe_experts_triton(
     shared_gate_up, shared_down, top_k, n_group, topk_group, routed_scaling, normalize, out,
 ) -> None:  # fmt: skip
     """The arguments of the schema."""
-    check_device("moe_experts", x.device)
+    check_device(_OP, x.device)
+    if len(router_weight) > MAX_EXPERTS:
+        fail(_OP, "router_weight", f"at most {MAX_EXPERTS} experts", len(router_weight))
+    for name, down in (("w_down", w_down), ("shared_down", shared_down)):
+        if down is not None and down.shape[-1] > MAX_INNER:
+            fail(_OP, name, f"at most {MAX_INNER} columns", down.shape[-1])
     if out.numel() == 0:
         return
     if top_k == 0 and shared_down is None:
