@@ -56,6 +56,7 @@ class Recorder:
         self.live = [
             sorted(p for p in self.paths if p in parents and len(p) == d) for d in range(1, depth)
         ]
+        self.width = 1 + max((path[-1] for path in self.paths), default=0)
         self.num_rows = sum(len(level) + 1 for level in self.live)
         if _PLACES * (1 + self.num_rows) > _MAX_ROWS:
             raise ValueError(
@@ -105,7 +106,8 @@ class Recorder:
                 part, start + torch.arange(size), list(range(size)), _causal(size), start
             )
             capture = self.target.new_capture(size)
-            self.target.forward(step, cache.target, capture, torch.tensor([size - 1]))
+            last = torch.tensor([size - 1], device=ids.device)
+            self.target.forward(step, cache.target, capture, last)
             # The drafter's row t takes the token after t, so the last token has no row yet.
             following = torch.cat((part[1:], ids[start + size : start + size + 1], part[:1]))[:size]
             step = dataclasses.replace(step, tokens=following.unsqueeze(0))
@@ -126,56 +128,51 @@ class Recorder:
         )
 
     def _block(self, text, start: int, feature, logits) -> tuple[np.ndarray, np.ndarray]:
-        """Records of the roots ``text[start], ...``, whose rows' outputs are given."""
+        """Records of the roots ``text[start], ...``, whose rows' outputs are given.
+
+        The drafts of all roots run depth by depth. ``above`` names what each root's rows of the
+        last depth were: drafts that others follow, by path, and last the text's own token (None).
+        """
         count, target_ids = len(feature), self.drafter.target_ids
-        # Everybody sees rows 0 .. start - 1; root i also the rows of the i roots before it.
-        context, own = start, count - 1
-        seen = [[(1 << i) - 1] for i in range(count)]
         confidence = np.zeros((count, len(self.paths)))
         ranks = np.zeros((count, self.depth), np.int8)
-        column = {path: i for i, path in enumerate(self.paths)}
-        # Of each place: the paths whose successors are at hand, the text's own (None) last.
         above: list[Path | None] = [(), None]
-        feature = feature.repeat_interleave(2, 0)
-        logits = logits.repeat_interleave(2, 0)
-        seen = [[bits[0], bits[0]] for bits in seen]
-        width = 1 + max((p[-1] for p in self.paths), default=0)
+        feature, logits = (x.repeat_interleave(2, 0) for x in (feature, logits))
+        # All see rows 0 .. start - 1, the context; root i also the rows of the i roots before it.
+        seen = [[(1 << i) - 1] * 2 for i in range(count)]
+        slot = count - 1
         for depth in range(1, self.depth + 1):
             chances = logits.float().softmax(-1).view(count, len(above), -1)
-            best = chances.topk(width, -1)
+            best = chances.topk(self.width, -1)
             following = text[start + depth : start + depth + count]
             ranks[:, depth - 1] = self._rank(chances[:, -1], following)
-            for index, parent in enumerate(above[:-1]):
-                for rank in range(width):
-                    if (*parent, rank) in column:
-                        values = best.values[:, index, rank]
-                        confidence[:, column[(*parent, rank)]] = values.double().cpu().numpy()
+            for column, path in enumerate(self.paths):
+                if len(path) == depth:
+                    values = best.values[:, above.index(path[:-1]), path[-1]]
+                    confidence[:, column] = values.double().cpu().numpy()
             if depth == self.depth:
                 break
             below = self.live[depth - 1]
-            places = [above.index(path[:-1]) for path in below] + [len(above) - 1]
-            drafted = [
-                target_ids.take(best.indices[:, at, path[-1]])
-                for at, path in zip(places[:-1], below, strict=True)
-            ]
-            tokens = torch.stack([*drafted, following], 1)
-            each = len(below) + 1
-            slots = [own + i for i in range(count * each)]
-            own += count * each
+            parents = [*(above.index(path[:-1]) for path in below), len(above) - 1]
+            drafts = zip(parents, below, strict=False)
+            drafted = [target_ids.take(best.indices[:, at, path[-1]]) for at, path in drafts]
+            each = len(parents)
             seen = [
-                [row[at] | 1 << slots[i * each + j] for j, at in enumerate(places)]
+                [row[at] | 1 << slot + i * each + j for j, at in enumerate(parents)]
                 for i, row in enumerate(seen)
             ]
-            rows = torch.tensor(
-                [i * len(above) + at for i in range(count) for at in places],
-                device=feature.device,
+            slots = list(range(slot, slot + count * each))
+            slot += count * each
+            step = self._step(
+                torch.stack([*drafted, following], 1),
+                start + depth - 1 + torch.arange(count).repeat_interleave(each),
+                slots,
+                _words([bits for row in seen for bits in row], slot),
+                start,
             )
-            positions = start + depth - 1 + torch.arange(count).repeat_interleave(each)
-            words = _words([bits for row in seen for bits in row], own)
-            step = self._step(tokens, positions, slots, words, context)
-            feature, normed = self.drafter.forward(
-                step, feature.index_select(0, rows), self.cache.draft
-            )
+            rows = [i * len(above) + at for i in range(count) for at in parents]
+            feature = feature.index_select(0, torch.tensor(rows, device=feature.device))
+            feature, normed = self.drafter.forward(step, feature, self.cache.draft)
             logits = self.drafter.logits(normed)
             above = [*below, None]
         return ranks, confidence

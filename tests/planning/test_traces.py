@@ -135,6 +135,16 @@ def test_confidences_are_those_of_drafting_one_by_one(tiny, places, monkeypatch)
             assert text.ranks[place, depth] == (rank if rank < NUM_RANKS else -1)
 
 
+def test_long_texts_run_in_parts(tiny, monkeypatch):
+    tokens, _ = loop(tiny, DraftPlan("chain", 3), PROMPTS[1], 0.9)
+    whole = record(tiny, PROMPTS[1], tokens)
+    monkeypatch.setattr(recording, "_PLACES", 2)
+    monkeypatch.setattr(recording, "_MAX_ROWS", 40)
+    parts = record(tiny, PROMPTS[1], tokens)
+    assert (parts.ranks == whole.ranks).all()
+    assert np.abs(parts.confidence - whole.confidence).max() < 1e-5
+
+
 def some_text(seed=0, num_places=60, depth=3):
     """Places whose drafts are right more often where the drafter is confident."""
     generator = np.random.default_rng(seed)
