@@ -30,6 +30,15 @@ SAMPLED = SamplingParams(
 # Who may stand in a row: nobody, a greedy request, one that samples; and every mix of them.
 MIXES = list(itertools.product((None, SamplingParams(), SAMPLED), repeat=NUM_ROWS))
 CYCLES_EACH = 3
+# Evicting cuts any tree alike: one with drawn drafts and one without will do.
+EVICTING = ("dynamic", "static, drawn")
+SHAPES = pytest.mark.parametrize(
+    "plan, kind",
+    [
+        *(pytest.param(plan, "whole", id=name) for name, plan in ALL.items()),
+        *(pytest.param(ALL[name], "evicting", id=f"{name}, evicting") for name in EVICTING),
+    ],
+)
 
 
 class Served:
@@ -87,8 +96,7 @@ class Served:
         return report, accepted
 
 
-@pytest.mark.parametrize("kind", ["whole", "evicting"])
-@pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
+@SHAPES
 def test_the_cycle_is_safe_for_every_mix_and_outcome(tiny, plan, kind):
     served = Served(tiny, plan)
     report, accepted = served.inspect(served.cycle(kind))
@@ -122,8 +130,7 @@ def test_the_cycle_is_safe_on_every_rank(tiny, parallel):
     assert launch(ranks_findings, 2, tiny, plan, parallel, timeout=60) == [[], []]
 
 
-@pytest.mark.parametrize("kind", ["whole", "evicting"])
-@pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
+@SHAPES
 def test_replays_of_one_recorded_cycle_equal_eager_cycles(tiny, plan, kind):
     """For every mix of requests, recorded when nobody was there."""
     replayed, eager = (Served(tiny, plan) for _ in range(2))
