@@ -14,8 +14,7 @@ import torch
 
 from spec_kernels.comm.launch import launch
 from spec_kernels.decode.batch import Batch, Request
-from spec_kernels.decode.cycle import PhaseClock, causal_words
-from spec_kernels.decode.engine import Engine
+from spec_kernels.decode.cycle import causal_words
 from spec_kernels.decode.graph import (
     CaptureError,
     GraphRunner,
@@ -126,39 +125,37 @@ def test_case_27_interleaved_replays_equal_eager_calls(tiny, record):
 @pytest.mark.parametrize("kind", PLANS)
 def test_case_27_interleaved_cycles_of_several_batches_equal_eager_cycles(tiny, kind):
     """Whole cycles, three batch sizes over one model, replayed in turns."""
-    plan = PLANS[kind]
-    clock = PhaseClock(torch.device("cpu"))
-    target, drafter = tiny.models()
+    plan, models = PLANS[kind], tiny.models()
 
-    def engines(target, drafter):
-        return {n: Engine(target, drafter, plan, max_tokens=80, batch=n) for n in (1, 2, 3)}
+    def batches(models):
+        return {n: Batch(*models, plan, max_tokens=80, max_requests=n) for n in (1, 2, 3)}
 
-    replayed, eager = engines(target, drafter), engines(*tiny.models())
+    replayed, eager = batches(models), batches(tiny.models())
 
     def make(bucket):
-        cycle = replayed[bucket // plan.num_nodes].speculative
-        return Plan(lambda: cycle.run(clock))
+        size = bucket // plan.num_nodes
+        return Plan(replayed[size].cycle(size).run)
 
     runner = GraphRunner(
         make,
         [n * plan.num_nodes for n in (1, 2, 3)],
         tokens_per_request=plan.num_nodes,
-        watch=(target, drafter),
-        buffers=[engine.cache for engine in replayed.values()],
+        watch=models,
+        buffers=[batch.state.tensors() for batch in replayed.values()],
         record=recorded,
     )
     runner.capture()
-    for of_batch in (replayed, eager):
-        for batch, engine in of_batch.items():
-            for request in range(batch):
-                engine.begin(request, PROMPTS[request], 30)
+    for of_size in (replayed, eager):
+        for size, batch in of_size.items():
+            for prompt in PROMPTS[:size]:
+                batch.join(Request(prompt, 30))
     accepted = set()
-    for batch in random.Random(0).choices((1, 2, 3), k=12):
-        got = runner.replay(runner.bucket_for(batch))
-        want = eager[batch].speculative.run(clock)
+    for size in random.Random(0).choices((1, 2, 3), k=12):
+        got = runner.replay(runner.bucket_for(size))
+        want = eager[size].cycle(size).run()
         for (_, a), (_, b) in zip(named_tensors(got), named_tensors(want), strict=True):
             assert_same_bits(a, b)
-        accepted |= set(want.num_accepted.tolist())
+        accepted |= set(want.verified.num_accepted.tolist())
     assert len(accepted) > 1
 
 
@@ -482,12 +479,12 @@ def test_what_does_not_matter_invalidates_nothing():
 
 def test_another_drafter_or_a_weight_of_one_layer_invalidates(tiny):
     engine = tiny.engine()
-    target, drafter = engine.target, engine.drafter
+    target, drafter = engine.batch.target, engine.batch.drafter
     models = {"target": target, "drafter": drafter}
     runner = GraphRunner(lambda bucket: Plan(lambda: None), [4], watch=models)
     runner.capture()
     # Decoding with a model is no change of it.
-    engine.generate(PROMPTS[0], 8)
+    engine.generate(PROMPTS[0], 8).result()
     runner.replay(4)
     layer = target.layers[2]
     layer.mlp_norm = layer.mlp_norm.clone()
