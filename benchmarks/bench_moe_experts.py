@@ -29,7 +29,7 @@ SHAPES = {
     "bundled model, tp 1": (192, 96, 96, 16, 4, (1, 4, 64)),
     "wide, 16 experts, tp 8": (7168, 256, 256, 16, 4, (1, 4, 16, 64)),
     "wide, 64 experts top-8, tp 8": (7168, 256, 256, 64, 8, (1, 4, 16, 64)),
-    "Kimi-K2.5, tp 8": (7168, 256, 256, 384, 8, (1, 4, 16, 64)),
+    "Kimi-K2.5, tp 8": (7168, 256, 256, 384, 8, (1, 4)),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
 # Routed experts of a shape, in bytes: more take longer to make than to time.

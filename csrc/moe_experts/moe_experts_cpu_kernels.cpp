@@ -66,8 +66,17 @@ struct Int4Multiply {
   using W = uint32_t;
   static constexpr int kRows = kInt4TileRows;
 
+  // What a group's scale makes of the sixteen nibbles, or the scale itself.
+  SK_INLINE F32x16 factor(float scale) {
+#if defined(__AVX512F__)
+    return F32x16{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale;
+#else
+    return splat(scale);
+#endif
+  }
+
   // The sixteen elements of two words.
-  SK_INLINE F32x16 values(const uint32_t* words, float scale) {
+  SK_INLINE F32x16 values(const uint32_t* words, F32x16 factor) {
 #if defined(__AVX512F__)
     uint64_t both;
     std::memcpy(&both, words, sizeof(both));
@@ -77,15 +86,13 @@ struct Int4Multiply {
     const __m512i nibbles = _mm512_srlv_epi32(
         spread, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
     // A permutation looks at the lowest four bits of an index alone.
-    return (F32x16)_mm512_permutexvar_ps(
-               nibbles, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)) *
-           scale;
+    return (F32x16)_mm512_permutexvar_ps(nibbles, (__m512)factor);
 #else
     const uint32_t a = words[0], b = words[1];
     const U32x16 spread = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
     const U32x16 shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
     const I32x16 stored = (I32x16)((spread >> shifts) & 15u);
-    return __builtin_convertvector(stored - 8, F32x16) * scale;
+    return __builtin_convertvector(stored - 8, F32x16) * factor;
 #endif
   }
 };
@@ -142,14 +149,15 @@ struct Walk<Int4Multiply, kRows, kOuts> {
       const int64_t g = k / p.group;
       const int64_t group_end = (g + 1) * p.group;
       const int64_t end = group_end < depth.end ? group_end : depth.end;
-      float scales[kOuts];
+      F32x16 factors[kOuts];
 #pragma GCC unroll 8
-      for (int o = 0; o < kOuts; ++o) scales[o] = to_float(scale[o * p.scale_stride + g]);
+      for (int o = 0; o < kOuts; ++o)
+        factors[o] = Int4Multiply::factor(to_float(scale[o * p.scale_stride + g]));
       for (; k < end; k += kLanes) {
         F32x16 weights[kOuts];
 #pragma GCC unroll 8
         for (int o = 0; o < kOuts; ++o)
-          weights[o] = Int4Multiply::values(w + o * p.w_stride + k / kMoeInt4PerWord, scales[o]);
+          weights[o] = Int4Multiply::values(w + o * p.w_stride + k / kMoeInt4PerWord, factors[o]);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           const F32x16 v = load(x[r] + k);
