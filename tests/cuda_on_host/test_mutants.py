@@ -19,7 +19,7 @@ CRASHES = (-6, -7, -8, -11)
 @pytest.fixture(scope="module")
 def outcomes():
     command = [sys.executable, str(host_build.HERE / "mutants.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

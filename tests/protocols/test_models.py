@@ -77,7 +77,7 @@ def search(definitions, optimise):
             ["./pan", "-m400000", "-w22", "-n"],
         )
         for command in commands:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200)
             assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

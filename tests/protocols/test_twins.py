@@ -103,7 +103,7 @@ def run(program, *arguments):
         command = [setarch, "-R", *command] if probe.returncode == 0 else command
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     environment["TSAN_OPTIONS"] = "halt_on_error=1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     return done.returncode, done.stdout + done.stderr
 
 
