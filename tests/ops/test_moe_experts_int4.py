@@ -111,7 +111,7 @@ def distinct_scales(rows, columns):
 @pytest.mark.parametrize("group", [32, 64])
 def test_case_42_offset_binary(backend, group):
     """Every place of a word and every value, through both matrices, with a scale for each group."""
-    size = 128
+    size = 64
     values = (torch.arange(size)[:, None] * 7 + torch.arange(size)) % 16 - 8
     assert values.unique().tolist() == list(range(-8, 8))
     scales = distinct_scales(size, size // group)
