@@ -33,7 +33,7 @@ from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.engine import Engine
 from spec_kernels.models.pair import load_pair
 from spec_kernels.planning import published
-from spec_kernels.planning.adapting import judge
+from spec_kernels.planning.adapting import judge, judge_batch
 from spec_kernels.planning.cost_model import chain_costs
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
 from spec_kernels.planning.traces import Trace, chain_paths, path_rates
@@ -51,7 +51,7 @@ TRACE = Path(__file__).parent / "results" / "2026-11-29-traces.jsonl"
 # Chains as deep as the trace, then trees.
 SIZES = (*range(1, 10), 12, 16, 24, 32)
 RUNGS = (1, 2, 3, 4, 5, 6, 7, 9)
-CONTEXTS = (0, 65536)
+CONTEXTS, BATCHES = (0, 65536), (1, 8)
 
 
 class Loop:
@@ -169,22 +169,31 @@ def compare(title: str, loops: list[Loop], chosen: Loop) -> list[dict]:
     return rows
 
 
-def adapting(name: str, trace: Trace, costs: CostTable) -> list[dict]:
-    """Rows and lines of the rule on the trace's chains, by temperature and mixed."""
+def parts(trace: Trace) -> list[tuple[str, Trace]]:
+    """The trace's chains, by temperature and mixed."""
     chain = trace.keep(chain_paths(max(RUNGS) - 1))
-    parts = [(f"temperature {t:g}", chain.at(t)) for t in trace.temperatures]
+    by_temperature = [(f"temperature {t:g}", chain.at(t)) for t in trace.temperatures]
+    return [*by_temperature, ("both, prompt by prompt", chain)]
+
+
+def adapting(name: str, trace: Trace, costs: CostTable, batch: int = 1) -> list[dict]:
+    """Rows and lines of the rule beside fixed chains."""
     rows = []
-    for what, part in [*parts, ("both, prompt by prompt", chain)]:
-        verdict = judge(part, RUNGS, costs, delay=1)
+    for what, part in parts(trace):
+        if batch == 1:
+            verdict = judge(part, RUNGS, costs)
+            possible = f"{verdict.best_possible:.1f}"
+        else:
+            verdict, possible = judge_batch(part, RUNGS, costs, batch), "-"
         value, low, high = verdict.gain
         fixed = verdict.fixed[verdict.best_fixed]
         print(
-            f"{name:26}{what:24}{verdict.fixed[1]:>10.1f}{fixed:>8.1f} ({verdict.best_fixed})"
-            f"{verdict.adaptive:>9.1f}{verdict.best_possible:>10.1f}"
-            f"   {value:.3f} [{low:.3f}-{high:.3f}]"
+            f"{name:28}{what:24}{verdict.fixed[1]:>10.1f}{fixed:>8.1f} ({verdict.best_fixed})"
+            f"{verdict.adaptive:>9.1f}{possible:>10}   {value:.3f} [{low:.3f}-{high:.3f}]",
+            flush=True,
         )
         rows.append(
-            {"group": "adapting", "costs": name, "texts": what}
+            {"group": "adapting", "costs": name, "texts": what, "batch": batch}
             | dataclasses.asdict(verdict)
             | {"best_fixed": verdict.best_fixed}
         )
@@ -245,14 +254,19 @@ def timed(options, trace: Trace) -> tuple[list[dict], Costs]:
 
 def replayed(trace: Trace, costs: Costs) -> list[dict]:
     """The loop's rule on the trace, with measured and with predicted costs."""
-    print("\nadapting: tok/s of chains replayed on the trace (in brackets: nodes)")
+    print("\nadapting: tok/s of chains replayed on the trace (nodes)")
+    print("[5th to 95th percentile: prompts drawn again; in batches, texts in other orders]")
     columns = f"{'no drafts':>10}{'best fixed':>12}{'rule':>9}{'possible':>10}"
-    print(f"{'costs':26}{'texts':24}{columns}   rule / fixed")
+    print(f"{'costs':28}{'texts':24}{columns}   rule / fixed")
     rows = adapting("measured", trace, costs.of_chains())
-    for context in CONTEXTS:
-        predicted = published.predicted_costs()
-        grid = chain_costs(kimi_k25(), kimi_k25_drafter(), predicted, RUNGS, context=context)
-        rows += adapting(f"Kimi-K2.5, context {context}", trace, CostTable(grid))
+    predicted = published.predicted_costs()
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            grid = chain_costs(
+                kimi_k25(), kimi_k25_drafter(), predicted, RUNGS, range(1, batch + 1), context
+            )
+            name = f"K2.5, batch {batch}, {context} tokens"
+            rows += adapting(name, trace, CostTable(grid), batch)
     return rows
 
 

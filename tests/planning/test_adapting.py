@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from spec_kernels.decode.adaptive import Adapter, CostTable
-from spec_kernels.planning.adapting import judge, replay_adaptive
+from spec_kernels.planning.adapting import (
+    judge,
+    judge_batch,
+    replay_adaptive,
+    replay_together,
+)
 from spec_kernels.planning.cost_model import chain_costs
 from spec_kernels.planning.model_shapes import kimi_k25, kimi_k25_drafter
 from spec_kernels.planning.published import predicted_costs
@@ -70,7 +75,7 @@ def test_one_size_is_that_size(delay):
     """With nothing to choose from, the rule's replay is the fixed one's."""
     one = text("t", 0.6, 0.5)
     adapter = Adapter([1], COSTS)
-    run = replay_adaptive(one, "t", adapter, chain_paths(3), delay)
+    run = replay_adaptive([one], adapter, chain_paths(3), delay=delay)
     assert run == replay(one, [], 10.0)
 
 
@@ -98,7 +103,7 @@ def test_what_the_rule_is_shown(delay):
     one = Text("t", 0.0, ranks, confidence)
     # Places 0 (one draft of three kept), 2 (one of one), 4.
     adapter = Scripted([(2, 2), (1, 2), (2, 4)])
-    run = replay_adaptive(one, "t", adapter, chain_paths(3), delay)
+    run = replay_adaptive([one], adapter, chain_paths(3), delay=delay)
     expected = [
         (2, 2, confidence[0].tolist(), 1),
         (1, 2, confidence[2, :1].tolist(), 1),
@@ -113,11 +118,50 @@ def test_a_trees_confidences_are_multiplied_up():
     paths = [(0,), (1,), (0, 0)]
     one = Text("t", 0.0, np.zeros((1, 2), np.int8), np.array([[0.5, 0.25, 0.5]]))
     adapter = Scripted([(2, 4)], form="cumulative")
-    replay_adaptive(one, "t", adapter, paths, 0)
+    replay_adaptive([one], adapter, paths, delay=0)
     assert adapter.shown == [(2, 4, [0.5, 0.25, 0.25], 2)]
 
 
+BATCH_COSTS = CostTable({(b, n): 10.0 + 0.8 * b * (n - 1) for b in (1, 2, 4) for n in RUNGS})
+
+
+def test_a_batch_of_one_is_one_after_the_other():
+    texts = [text(f"t{i}", 0.7, 0.6, seed=i) for i in range(3)]
+    alone = judge(trace(*texts), RUNGS, COSTS)
+    together = judge_batch(trace(*texts), RUNGS, COSTS, 1)
+    assert together.fixed == {n: pytest.approx(speed) for n, speed in alone.fixed.items()}
+    assert together.adaptive == pytest.approx(alone.adaptive)
+    assert together.best_fixed == alone.best_fixed
+
+
+def test_a_fixed_size_for_a_batch_by_hand():
+    """Cycles of three texts with one draft: 3, 1 and 2; two at a time."""
+    ranks = ([-1, -1, -1], [0], [0, -1, -1])
+    texts = [
+        Text("t", 0.0, np.array(r, np.int8).reshape(-1, 1), np.zeros((len(r), 1))) for r in ranks
+    ]
+    run = replay_together(texts, [(0,)], 2, BATCH_COSTS, 2)
+    # Together: (a, b), (a, c), (a, c).
+    assert (run.num_tokens, run.num_cycles) == (7, 3)
+    assert run.ms == pytest.approx(3 * BATCH_COSTS.cycle(2, 2, 2))
+    run = replay_together(texts, [], 1, BATCH_COSTS, 2)
+    # (a, b), (a, c) twice, then c alone.
+    assert run.num_cycles == 4
+    assert run.ms == pytest.approx(3 * BATCH_COSTS.cycle(2, 1, 0) + BATCH_COSTS.cycle(1, 1, 0))
+
+
+def test_in_a_batch_each_request_gets_its_own_number():
+    """Half of the requests are always right, half never: no fixed size suits both."""
+    texts = [text(f"t{i}", 0.99 if i % 2 else 0.0, 0.6, seed=i) for i in range(16)]
+    verdict = judge_batch(trace(*texts), RUNGS, BATCH_COSTS, 4, num_orders=5)
+    median, low, high = verdict.gain
+    assert 1.03 < low <= median <= high
+    assert verdict.adaptive > verdict.fixed[verdict.best_fixed]
+
+
 def test_rungs_beyond_the_trace():
+    with pytest.raises(ValueError, match="judge_batch: rungs: expected at most 4 nodes"):
+        judge_batch(trace(text("t", 0.5, 0.5)), [1, 5], COSTS, 1)
     with pytest.raises(ValueError, match="judge: rungs: expected at most 4 nodes"):
         judge(trace(text("t", 0.5, 0.5)), [1, 5], COSTS)
 
