@@ -736,7 +736,9 @@ def run_suite(path: Path, seconds: float) -> Row:
 
 
 def suite_files() -> list[Path]:
-    on_gpu = re.compile(r"^BACKENDS = .*(cuda_on_host|triton)|^@pytest\.mark\.gpu", re.MULTILINE)
+    on_gpu = re.compile(
+        r"^BACKENDS = .*(cuda_on_host|triton)|^(@|pytestmark = )pytest\.mark\.gpu", re.MULTILINE
+    )
     return [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if on_gpu.search(p.read_text())]
 
 

@@ -5,6 +5,7 @@ a device; only device and clock are new there.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -298,6 +299,47 @@ def test_no_op_of_a_captured_cycle_runs_the_reference_on_a_gpu(tiny, monkeypatch
         assert all(_library.has_kernel(op, "cuda") for op in ours & written.keys() - in_triton)
 
 
+def test_a_capture_is_not_broken_by_looking_at_values(monkeypatch):
+    is_capturing, cuda, cpu = [False], torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setenv("SPEC_KERNELS_CHECK", "0")
+    assert not common.asked_to_check(cuda) and not common.asked_to_check(cpu)
+    monkeypatch.setenv("SPEC_KERNELS_CHECK", "1")
+    assert common.asked_to_check(cuda) and common.asked_to_check(cpu)
+    is_capturing[0] = True
+    assert common.asked_to_check(cpu) and not common.asked_to_check(cuda)
+
+
+@pytest.mark.parametrize("op", sorted({op for op, runs in KERNELS if runs == "triton"}))
+def test_launchers_of_triton_kernels_can_be_captured(op, monkeypatch):
+    """All that they do but the kernels: no wait, nothing kept, one grid whatever the data."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.delenv("SPEC_KERNELS_CHECK", raising=False)
+    kernel, runs, num_launches = _library.triton_kernel(op), [], 0
+
+    def launch(function, *args, grid, **constants):
+        numbers = [value for value in args if not isinstance(value, torch.Tensor)]
+        runs[-1].append((function, grid, numbers, constants))
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
+    pairs = zip(calls.CALLS[op](False, 0), calls.CALLS[op](False, 1), strict=True)
+    for values in itertools.islice(pairs, 4):
+        static = values[0].map(torch.clone)
+
+        def fill(number, static=static, values=values):
+            runs.append([])
+            sources = values[number % 2].tensors(written=False)
+            for (_, t), (_, source) in zip(static.tensors(written=False), sources, strict=True):
+                t.copy_(source)
+
+        run = functools.partial(kernel, *static.args)
+        graph_safe.check(run, static.args, fill=fill, num_runs=3)
+        assert all(run == runs[0] for run in runs), static.name
+        num_launches += len(runs[0])
+        runs.clear()
+    assert num_launches
+
+
 def measure(function):
     function(0)
     function(1)
@@ -502,6 +544,7 @@ def test_suites_are_summarised(gpu_check, monkeypatch, tmp_path):
 def test_the_suites_of_gpu_kernels_are_found(gpu_check):
     names = {p.name for p in gpu_check.suite_files()}
     assert {"test_compact.py", "test_tree_build.py", "test_tree_verify.py"} <= names
+    assert "test_cycle_cuda.py" in names
     assert not names & {"test_moe_experts.py", "test_gpu_check.py"}
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 
 import torch
@@ -34,7 +33,7 @@ from spec_kernels.ops import (
     tree_verify_choices,
     tree_verify_coins,
 )
-from spec_kernels.ops.common import check_contiguous, check_tensor, fail
+from spec_kernels.ops.common import asked_to_check, check_contiguous, check_tensor, fail
 from spec_kernels.ops.tree_build import MAX_NODES
 
 __all__ = [
@@ -88,9 +87,7 @@ def _readable(t: torch.Tensor) -> bool:
     """Whether values may be read on the host: for CUDA tensors that would wait for the device."""
     if torch.compiler.is_compiling():
         return False
-    return t.device.type == "cpu" or (
-        t.device.type == "cuda" and os.environ.get("SPEC_KERNELS_CHECK") == "1"
-    )
+    return t.device.type == "cpu" or (t.device.type == "cuda" and asked_to_check(t.device))
 
 
 def _faulty(status: torch.Tensor) -> list[int]:

@@ -377,6 +377,8 @@ class _CudaGraphs:
                     failure = error
                     raise
         except Exception as error:
+            # torch may go on taking the pool for one that is being captured into.
+            self._alive = weakref.WeakSet()
             # What ending a broken capture raises says less than what broke it.
             raise (failure or error) from None
         self._alive.add(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -87,6 +88,16 @@ def check_scale_values(op: str, scales: dict[str, torch.Tensor | None]) -> None:
         if len(wrong):
             i = int(wrong[0])
             fail(op, f"{name}[{i}]", "a positive finite number", float(scale[i]))
+
+
+def asked_to_check(device: torch.device) -> bool:
+    """Whether ``SPEC_KERNELS_CHECK=1`` asks to wait for the device and to raise for wrong values.
+
+    Not while a graph is captured, which the wait would break.
+    """
+    if os.environ.get("SPEC_KERNELS_CHECK") != "1":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 # Inputs that an output may be, element for element: each is read before it is written.

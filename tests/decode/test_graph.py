@@ -606,6 +606,17 @@ def test_on_cuda_a_pool_whose_graphs_are_gone_is_left(monkeypatch):
     assert [options["pool"] for options in cuda.log] == ["a", "a", "a", "b"]
 
 
+def test_on_cuda_a_pool_of_a_broken_capture_is_left(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    pools, record = iter("ab"), shared_recorder("cuda")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    kept = record(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 / 0)
+    record(lambda: None)
+    assert kept and [options["pool"] for options in cuda.log] == ["a", "a", "b"]
+
+
 def test_everything_of_a_batch_runs_on_the_stream_it_was_made_on(tiny, monkeypatch):
     """Whichever thread calls: streams are the thread's own."""
     target, drafter = tiny.models()

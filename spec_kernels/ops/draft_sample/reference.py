@@ -7,13 +7,12 @@ bits. Nothing waits for a device.
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
 
 from spec_kernels._library import register_reference
-from spec_kernels.ops.common import fail
+from spec_kernels.ops.common import asked_to_check, fail
 from spec_kernels.ops.tree_verify.reference import (
     WEIGHT_BITS,
     Purpose,
@@ -115,7 +114,7 @@ def draft_sample_reference(
 ) -> None:
     if tokens.numel() == 0:  # nobody looks, so nothing is looked at
         return
-    if logits.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
+    if logits.device.type == "cpu" or asked_to_check(logits.device):
         _check_values(context_lens, temperature, target_ids, probs)
     num_drafts, device = tokens.shape[2], logits.device
     values = torch.where(logits.isnan(), -math.inf, logits.float())

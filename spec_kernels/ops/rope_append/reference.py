@@ -5,12 +5,10 @@ It asks the device which rows are present, which no compiled kernel does.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from spec_kernels._library import register_reference
-from spec_kernels.ops.common import check_scale_values, fail
+from spec_kernels.ops.common import asked_to_check, check_scale_values, fail
 
 _FP8_MAX = 448.0
 
@@ -97,7 +95,7 @@ def check_values(op, cache_name, cache, lookup, scales) -> None:
 
 
 def _checked_places(op, cache_name, cache, lookup, scales):
-    if cache.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
+    if cache.device.type == "cpu" or asked_to_check(cache.device):
         check_values(op, cache_name, cache, lookup, scales)
     return _places(op, cache_name, cache, lookup, checks=False)
 

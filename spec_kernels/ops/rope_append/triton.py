@@ -11,12 +11,11 @@ Multiplications and additions are not fused: rotations have the bits of the CPU 
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
+from spec_kernels.ops.common import asked_to_check
 from spec_kernels.ops.rope_append.reference import check_values
 from spec_kernels.ops.triton_common import check_device, round_to
 
@@ -269,7 +268,7 @@ def _launch(
 
 def _check(op, device, cache_name, cache, lookup, scales) -> None:
     check_device(op, device)
-    if os.environ.get("SPEC_KERNELS_CHECK") == "1":
+    if asked_to_check(device):
         check_values(op, cache_name, cache, lookup, scales)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from spec_kernels._library import register_reference
-from spec_kernels.ops.common import check_scale_values, fail
+from spec_kernels.ops.common import asked_to_check, check_scale_values, fail
 from spec_kernels.ops.tree_attention.shards import ContextShard
 
 # Tables and pages that are views may repeat for ever; no context is longer.
@@ -130,7 +128,7 @@ def attend(
         return out, lse
     bits = unpack_ancestors(ancestors)
     num_keys = block_tables.shape[1] * page
-    if q.device.type == "cpu" or os.environ.get("SPEC_KERNELS_CHECK") == "1":
+    if q.device.type == "cpu" or asked_to_check(q.device):
         rest = (bits, window, shard, k_scale, v_scale)
         num_keys = check_values(op, num_pages, page, block_tables, context_lens, *rest)
     if num_keys == 0 or num_pages == 0:

@@ -24,12 +24,11 @@ capacity allows one split alone, there is no scratch and no second launch.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
+from spec_kernels.ops.common import asked_to_check
 from spec_kernels.ops.tree_attention.reference import check_values, unpack_ancestors
 from spec_kernels.ops.tree_attention.schedule import (
     MAX_POSITION,
@@ -722,7 +721,7 @@ def _launch(
     v_dim = out.shape[3]
     if lse.numel() == 0:
         return
-    if os.environ.get("SPEC_KERNELS_CHECK") == "1":
+    if asked_to_check(q.device):
         shard = ContextShard(shard_index, num_shards, shard_run)
         rest = (unpack_ancestors(ancestors), window, shard, k_scale, v_scale)
         check_values(op, num_pages, page, block_tables, context_lens, *rest)
