@@ -190,6 +190,7 @@ class Machine:
             ("simt_steps", word),
             ("simt_begin_record", None),
             ("simt_end_record", number),
+            ("simt_breach", ctypes.c_char_p),
             ("simt_replay", None, number, pointer),
             ("simt_synchronize", ctypes.c_char_p),
         ):
@@ -244,13 +245,19 @@ class Machine:
 
     @contextlib.contextmanager
     def record(self):
-        """Yields a list; at the end it holds the number of the graph of this thread's launches."""
+        """Yields a list; at the end it holds the number of the graph of this thread's launches.
+
+        RuntimeError, if nothing else was raised: a call that waits, copies to or from the host,
+        allocates or frees, which a device refuses or may refuse during a capture.
+        """
         graph: list[int] = []
         self.library.simt_begin_record()
         try:
             yield graph
         finally:
             graph.append(self.library.simt_end_record())
+        if graph[0] < 0:
+            raise RuntimeError(f"a capture was broken by {self.library.simt_breach().decode()}")
 
     def replay(self, graph: list[int], stream: int | None = None) -> None:
         """Enqueues the launches again, on their own streams or all on ``stream``."""

@@ -10,6 +10,10 @@
 
 #include "common/device.cuh"
 
+extern "C" void simt_begin_record();
+extern "C" int simt_end_record();
+extern "C" const char* simt_breach();
+
 namespace spec_kernels {
 namespace {
 
@@ -251,6 +255,31 @@ __global__ void pass_on(uint32_t* mine, uint32_t* peers, uint32_t* sum, uint32_t
   sum[threadIdx.x] += got;
 }
 
+// A call that a device may refuse breaks the capture it stands in, and no other.
+std::string broken_captures() {
+  const auto breach = [](const std::function<void()>& call) {
+    simt_begin_record();
+    call();
+    return std::string(simt_end_record() < 0 ? simt_breach() : "");
+  };
+  uint32_t cells[2] = {1, 2};
+  cudaStream_t stream = nullptr;
+  cudaStreamCreate(&stream);
+  void* p = nullptr;
+  if (breach([&] { cudaFree(nullptr); }) != "cudaFree") return "free";
+  if (breach([&] { cudaMalloc(&p, 4); }) != "cudaMalloc" || p) return "allocate";
+  if (breach([&] { cudaStreamSynchronize(stream); }) != "cudaStreamSynchronize") return "wait";
+  if (breach([&] { cudaDeviceSynchronize(); }) != "cudaDeviceSynchronize") return "wait for all";
+  const auto copy = [&] {
+    cudaMemcpyAsync(&cells[0], &cells[1], 4, cudaMemcpyDeviceToHost, stream);
+  };
+  if (breach(copy) != "cudaMemcpyAsync") return "copy";
+  const auto launch = [&] { launch_kernel("selftest", divergent, dim3(1), dim3(64), 0, stream); };
+  const std::string wrong = breach(launch);
+  cudaStreamDestroy(stream);
+  return wrong;
+}
+
 // Launches of both devices are queued back to back and joined only at the end.
 std::string two_devices() {
   constexpr uint32_t kThreads = 40, kCalls = 30;
@@ -305,6 +334,7 @@ const std::map<std::string, std::function<std::string()>>& checks() {
       {"atomic_sums", atomic_sums},
       {"launch_errors", launch_errors},
       {"two_devices", two_devices},
+      {"broken_captures", broken_captures},
       {"divergent", raises(divergent, 64)},
       {"barrier_after_exit", raises(barrier_after_exit, 64)},
       {"missing_lane", raises(missing_lane, 64)},

@@ -728,6 +728,8 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // The stream that torch would name, and the graph that launches go into: of each host thread.
 thread_local Stream* chosen_stream = nullptr;
 thread_local std::vector<Recorded>* recorded = nullptr;
+// The first call that a device refuses during a capture.
+thread_local const char* breach = nullptr;
 
 Stream* stream_or_default(Stream* stream) { return stream ? stream : machine().default_stream(); }
 
@@ -800,12 +802,19 @@ void set_clock(uint64_t nanoseconds_per_step) {
   machine().set_clock(nanoseconds_per_step);
 }
 
-void begin_record() { recorded = new std::vector<Recorded>; }
+void begin_record() {
+  recorded = new std::vector<Recorded>;
+  breach = nullptr;
+}
 int end_record() {
   const Lock lock(machine().mutex);
-  machine().graphs.push_back(std::move(*recorded));
+  if (!breach) machine().graphs.push_back(std::move(*recorded));
   delete std::exchange(recorded, nullptr);
-  return static_cast<int>(machine().graphs.size()) - 1;
+  return breach ? -1 : static_cast<int>(machine().graphs.size()) - 1;
+}
+bool breaks_capture(const char* call) {
+  if (recorded && !breach) breach = call;
+  return recorded != nullptr;
 }
 bool recording() { return recorded != nullptr; }
 void replay(int graph, Stream* stream) {
@@ -815,6 +824,7 @@ void replay(int graph, Stream* stream) {
 }
 
 cudaError_t allocate(void** p, size_t bytes) {
+  if (breaks_capture("cudaMalloc")) return cudaErrorMemoryAllocation;
   *p = std::malloc(bytes);
   if (!*p) return cudaErrorMemoryAllocation;
   std::memset(*p, 0xcd, bytes);
@@ -874,6 +884,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  if (simt::breaks_capture("cudaDeviceSynchronize")) return cudaErrorInvalidValue;
   simt::synchronize_device(simt::machine().device);
   return cudaSuccess;
 }
@@ -886,6 +897,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (simt::breaks_capture("cudaStreamSynchronize")) return cudaErrorInvalidValue;
   simt::synchronize(stream);
   return cudaSuccess;
 }
@@ -900,11 +912,13 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t strea
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
+  if (simt::breaks_capture("cudaMemcpyAsync")) return cudaErrorInvalidValue;
   simt::synchronize(stream);
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* p) {
+  if (simt::breaks_capture("cudaFree")) return cudaErrorInvalidValue;
   std::free(p);
   return cudaSuccess;
 }
@@ -939,6 +953,8 @@ SIMT_EXPORT void simt_set_clock(uint64_t nanoseconds_per_step) {
 SIMT_EXPORT uint64_t simt_steps() { return simt::steps(); }
 SIMT_EXPORT void simt_begin_record() { simt::begin_record(); }
 SIMT_EXPORT int simt_end_record() { return simt::end_record(); }
+// Null, or what broke this thread's last capture.
+SIMT_EXPORT const char* simt_breach() { return simt::breach; }
 SIMT_EXPORT void simt_replay(int graph, simt::Stream* stream) { simt::replay(graph, stream); }
 // Null, or why the machine stopped.
 SIMT_EXPORT const char* simt_synchronize() {

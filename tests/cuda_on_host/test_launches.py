@@ -1,5 +1,7 @@
 """What only CUDA kernels promise: how many launches a call takes, and where their limits are."""
 
+import itertools
+
 import pytest
 import torch
 from cuda_on_host import host_build
@@ -17,8 +19,12 @@ from spec_kernels import (
     tree_verify_coins,
     tree_verify_compact,
 )
+from spec_kernels.testing import calls
+from spec_kernels.testing.compare import assert_same_bits
 
 BACKEND = host_build.BACKEND
+WRITTEN = "\n".join(path.read_text() for path in host_build.cuda_sources())
+OPS = [op for op in calls.CALLS if f'm.impl("{op}"' in WRITTEN]
 
 pytestmark = pytest.mark.skipif(
     host_build.missing() is not None, reason=f"no CUDA sources on the host: {host_build.missing()}"
@@ -188,6 +194,30 @@ def test_the_walks_on_given_choices_are_one_launch(launches):
     coins = torch.full((1, 4), 0.5), torch.full((1,), 0.5)
     assert launches(tree_verify_coins, *links, probs, *coins, out) == 1
     assert out.num_accepted.tolist() == [3] and out.predictions.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("checks", ["0", "1"], ids=["unasked", "SPEC_KERNELS_CHECK=1"])
+@pytest.mark.parametrize("op", OPS)
+def test_calls_are_captured_and_replayed_on_other_values(op, checks, monkeypatch):
+    """A call that waits, copies, allocates or frees would break the capture."""
+    machine = host_build.load()
+    monkeypatch.setenv("SPEC_KERNELS_CHECK", checks)
+    pairs = zip(calls.CALLS[op](False, 0), calls.CALLS[op](False, 1), strict=True)
+    for first, second in itertools.islice(pairs, 2):
+        static = first.map(torch.clone)
+        with machine.record() as graph:
+            static.run(BACKEND)
+        for call in (second, first):
+            want = call.result(BACKEND)
+            for written in (False, True):
+                places = (static.tensors(written=written), call.tensors(written=written))
+                for (_, target), (_, source) in zip(*places, strict=True):
+                    target.copy_(source)
+            machine.replay(graph)
+            machine.synchronize()
+            results = zip(static.tensors(written=True), want.tensors(written=True), strict=True)
+            for (_, got), (_, wanted) in results:
+                assert_same_bits(got, wanted)
 
 
 def test_hidden_capture_keeps_a_row_in_registers():

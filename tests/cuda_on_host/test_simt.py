@@ -40,6 +40,7 @@ SOUND = [
     "atomic_sums",
     "launch_errors",
     "two_devices",
+    "broken_captures",
 ]
 
 
