@@ -39,7 +39,7 @@ Models = tuple[Target, Drafter]
 # Kernels that one call ran: name, begin and end in microseconds.
 Spans = list[tuple[str, float, float]]
 
-BATCHES = (1, 4, 16)
+BATCHES = (4, 1, 16)
 NUM_PROMPTS = 12
 
 
@@ -97,8 +97,9 @@ def check_cycles(
         oracle = _Oracle(models("cpu", kind), prompts, _num_requests(max(batches)), num_new)
     target, drafter = models(device, kind)
     longest = max(map(len, prompts)) + num_new
-    for name, case in cases.items():
-        for size in batches:
+    # All kinds at one size first, should the time run out.
+    for size in batches:
+        for name, case in cases.items():
             made = requests(
                 prompts,
                 _num_requests(size),
@@ -229,8 +230,8 @@ def kimi_rank(num_ranks: int = 8, num_layers: int = 4) -> RankShape:
 # ------------------------------------------------------------------------------------- timings
 
 TIMED = {
-    "plain": None,
     "chain of 3": DraftPlan("chain", 3),
+    "plain": None,
     "tree of 16": DraftPlan("dynamic", 4, 4, 16),
 }
 NUM_CYCLES = 10
@@ -387,17 +388,17 @@ def time_cycles(
     dtype: torch.dtype = torch.bfloat16,
     record: Recorder | None = None,
     spans_of: Callable[[Callable[[], object]], Spans] = kernel_spans,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] = (1, 4, 16),
     context: int = 1024,
     plans: Mapping[str, DraftPlan | None] = TIMED,
 ) -> Iterator[Row]:
-    """A cycle of one rank's shape with a graph and without, the largest batch first.
+    """A cycle of one rank's shape with a graph and without.
 
     A row that could not be measured says why in ``result``; there it is ``ok`` otherwise.
     """
     models = (shape or kimi_rank()).models(device, dtype)
     for name, plan in plans.items():
-        for size in sorted(batches, reverse=True):
+        for size in batches:
             row: Row = {"cycle": name, "requests": size, "context": context}
             try:
                 with torch.inference_mode():
