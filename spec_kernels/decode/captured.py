@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
+
 from spec_kernels.decode.cycle import Cycle, CycleResult, PhaseClock, PlainCycle
 from spec_kernels.decode.drafting import DraftPlan
 from spec_kernels.decode.graph import (
@@ -14,7 +16,7 @@ from spec_kernels.decode.graph import (
     request_buckets,
     shared_recorder,
 )
-from spec_kernels.decode.kv_cache import INERT
+from spec_kernels.decode.kv_cache import INERT, pinned
 from spec_kernels.decode.state import BatchState
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.target import Target
@@ -72,8 +74,9 @@ class CapturedCycles:
         ``max_nodes``: what each of them keeps of its tree, for a kind that evicts.
         """
         runner = self.runner(kind)
-        for row, count in enumerate(max_nodes or ()):
-            self.state.max_nodes[row].fill_(count)
+        if max_nodes is not None:
+            counts = pinned(torch.tensor(max_nodes), self.target.device)
+            self.state.max_nodes[:num_requests].copy_(counts, non_blocking=True)
         return runner.replay(runner.bucket_for(num_requests))
 
     def cycle(self, kind: Kind, num_requests: int) -> Cycle | PlainCycle:
