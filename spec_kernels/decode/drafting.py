@@ -417,6 +417,14 @@ def static_paths(steps: int, topk: int, num_nodes: int) -> list[tuple[int, ...]]
     return chosen
 
 
+def _shape_of(paths: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """(steps, topk, num_nodes) of a static tree of these paths; ValueError if they are none."""
+    if not paths:
+        raise ValueError("drafting: paths: expected at least one, got none")
+    parents, ranks = tree_from_paths(paths)
+    return max(len(path) for path in paths), 1 + max(ranks), len(parents)
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftPlan:
     """Which drafts are made.
@@ -429,7 +437,7 @@ class DraftPlan:
         sampled: whether requests that sample have their drafts drawn from the drafter's
             distribution, not for dynamic trees. Their text is then distributed as plain decoding's
             but not the same; without, it is the same token for token.
-        paths: shape of a static tree (``of_paths``); None = ``static_paths``.
+        paths: shape of a static tree, as ``of_paths`` sets it; None = ``static_paths``.
     """
 
     kind: str = "chain"
@@ -447,6 +455,15 @@ class DraftPlan:
                 "drafting: draft-sampling: expected a chain or a static tree, whose drafts are not "
                 "chosen by their scores, got a dynamic tree"
             )
+        if self.paths is not None:
+            # Caches are sized by these numbers, and drafted by the paths.
+            shape = _shape_of(self.paths)
+            given = (self.kind, self.steps, self.topk, self.num_nodes)
+            if given != ("static", *shape):
+                raise ValueError(
+                    "drafting: paths: expected a static tree whose (steps, topk, num_nodes) are "
+                    f"the paths' {shape}, got {given}"
+                )
         if self.steps < 1:
             raise ValueError(f"drafting: draft-steps: expected at least 1, got {self.steps}")
         if self.steps > MAX_STEPS:
@@ -490,11 +507,7 @@ class DraftPlan:
         ValueError if there are none, or they are none of a tree.
         """
         paths = tuple(tuple(path) for path in paths)
-        if not paths:
-            raise ValueError("drafting: paths: expected at least one, got none")
-        parents, ranks = tree_from_paths(paths)
-        steps, topk = max(len(path) for path in paths), 1 + max(ranks)
-        return cls("static", steps, topk, len(parents), sampled, paths)
+        return cls("static", *_shape_of(paths), sampled, paths)
 
     def _most_candidates(self) -> int:
         if self.kind == "dynamic":
@@ -525,11 +538,11 @@ class DraftPlan:
         num_nodes = num_nodes or self.num_nodes
         if self.kind == "dynamic" and num_nodes > 1:
             return DynamicDraft(drafter, state, self.steps, self.topk, num_nodes)
-        if self.kind != "static" or num_nodes == 1:
-            parents, ranks = list(range(-1, num_nodes - 1)), [0] * num_nodes
+        if self.kind == "static":
+            paths = self.paths or static_paths(self.steps, self.topk, self.num_nodes)
+            parents, ranks = (of[:num_nodes] for of in tree_from_paths(paths))
         else:
-            paths = self.paths or static_paths(self.steps, self.topk, num_nodes)
-            parents, ranks = tree_from_paths(paths)
+            parents, ranks = list(range(-1, num_nodes - 1)), [0] * num_nodes
         return StaticDraft(drafter, state, parents, ranks, draws and self.sampled and num_nodes > 1)
 
     @property

@@ -298,7 +298,7 @@ def read_trace(
         ValueError: no such trace, temperature, or depth.
     """
     trace, name = trace_texts(path, temperature)
-    depth = min(text.ranks.shape[1] for text in trace.texts)
+    depth = trace.texts[0].ranks.shape[1]
     steps = depth if num_drafts is None else count("read_trace", "num_drafts", num_drafts)
     if steps > depth:
         raise _fail(path, "draft steps", f"at most {depth}, as recorded", str(steps))

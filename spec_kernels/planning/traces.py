@@ -29,11 +29,13 @@ from pathlib import Path as File
 import numpy as np
 
 from spec_kernels.ops.tree_build import tree_from_paths
-from spec_kernels.planning.checks import parse_json
+from spec_kernels.planning.checks import is_number, parse_json
 from spec_kernels.planning.tree_shape import Path
 
 FORMAT, VERSION = "spec-kernels acceptance trace", 1
 _THOUSAND = 1000
+# Ranks are kept in 8 bits.
+_MOST_RANKS = 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Trace:
                 raise ValueError(
                     f"trace: {text.name}: expected confidences of {len(text)} places and "
                     f"{len(self.paths)} drafts, got {text.confidence.shape}"
+                )
+            if depth != self.texts[0].ranks.shape[1]:
+                raise ValueError(
+                    f"trace: {text.name}: expected ranks of {self.texts[0].ranks.shape[1]} depths "
+                    f"as in the first text, got {depth}"
                 )
             if depth < max(map(len, self.paths), default=0):
                 raise ValueError(f"trace: {text.name}: expected ranks to the deepest path's depth")
@@ -122,27 +129,44 @@ class Trace:
     @classmethod
     def load(cls, path: str | File) -> Trace:
         """ValueError naming file and line if it is no such trace; OSError if it cannot be read."""
-        lines = File(path).read_text().splitlines()
+        try:
+            lines = File(path).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: expected UTF-8 text, got: {error}") from error
 
         def fail(number: int, expected: str, got: object) -> None:
-            raise ValueError(f"{path}: line {number}: expected {expected}, got {got}")
+            raise ValueError(f"{path}: line {number}: expected {expected}, got {str(got)[:80]}")
 
         texts: list[tuple[str, float, list, list]] = []
         header: dict = {}
+        num_depths = 0
         for number, line in enumerate(lines, 1):
             record = parse_json(f"{path}: line {number}", line)
             if not isinstance(record, dict):
-                fail(number, "an object", line[:60])
+                fail(number, "an object", line)
             if number == 1:
                 if record.get("format") != FORMAT or record.get("version") != VERSION:
-                    fail(number, f"the header of a {FORMAT}, version {VERSION}", line[:60])
-                header = record
-                depth = max(map(len, header["paths"]), default=0)
+                    fail(number, f"the header of a {FORMAT}, version {VERSION}", line)
+                header, paths = record, record.get("paths")
+                if not _are_paths(paths):
+                    fail(number, "paths, at least one, each a list of ranks >= 0", paths)
+                if not _are_integers([record.get("num_ranks")], 1, _MOST_RANKS):
+                    fail(number, f"num_ranks of 1 to {_MOST_RANKS}", record.get("num_ranks"))
+                try:
+                    tree_from_paths(paths)
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {number}: {error}") from error
+                depth = max(map(len, paths))
             elif "text" in record:
-                texts.append((record["text"], float(record["temperature"]), [], []))
+                name, temperature = record["text"], record.get("temperature")
+                if not isinstance(name, str):
+                    fail(number, "a text's name", name)
+                if not is_number(temperature) or temperature < 0:
+                    fail(number, "a temperature >= 0", temperature)
+                texts.append((name, float(temperature), [], []))
             else:
                 if not texts:
-                    fail(number, "a text before its records", line[:60])
+                    fail(number, "a text before its records", line)
                 ranks, confidence = record.get("ranks"), record.get("confidence")
                 if not _are_integers(ranks, -1, header["num_ranks"] - 1) or len(ranks) < depth:
                     fail(number, f"ranks of {depth} depths below {header['num_ranks']}", ranks)
@@ -150,12 +174,13 @@ class Trace:
                     len(confidence) != len(header["paths"])
                 ):
                     fail(number, f"{len(header['paths'])} thousandths", confidence)
-                if texts[-1][2] and len(texts[-1][2][0]) != len(ranks):
-                    fail(number, f"{len(texts[-1][2][0])} ranks as in the line before", ranks)
+                num_depths = num_depths or len(ranks)
+                if len(ranks) != num_depths:
+                    fail(number, f"{num_depths} ranks as in the lines before", ranks)
                 texts[-1][2].append(ranks)
                 texts[-1][3].append(confidence)
         if not texts or not all(ranks for _, _, ranks, _ in texts):
-            fail(len(lines), "texts and their records", "none")
+            fail(max(1, len(lines)), "texts and their records", "none")
         return cls(
             tuple(tuple(p) for p in header["paths"]),
             header["num_ranks"],
@@ -165,6 +190,14 @@ class Trace:
             ),
             header.get("source", {}),
         )
+
+
+def _are_paths(values: object) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(_are_integers(path, 0, _MOST_RANKS) for path in values)
+    )
 
 
 def _are_integers(values: object, low: int, high: int) -> bool:

@@ -254,3 +254,24 @@ def test_a_plan_of_given_paths_is_that_tree(tiny):
     for paths, message in (([], "expected at least one"), ([(0, 1)], "paths")):
         with pytest.raises(ValueError, match=message):
             DraftPlan.of_paths(paths)
+
+
+def test_paths_beside_numbers_that_are_not_theirs_are_refused():
+    """Caches are sized by the numbers: a larger tree would not fit in them."""
+    paths = tuple((0,) * n for n in range(1, 6))
+    assert DraftPlan("static", 5, 1, 6, paths=paths) == DraftPlan.of_paths(paths)
+    for numbers in (("static", 5, 1), ("static", 3, 1, 4), ("static", 5, 2, 6), ("dynamic", 5)):
+        with pytest.raises(ValueError, match="drafting: paths: expected a static tree whose"):
+            DraftPlan(*numbers, paths=paths)
+
+
+@pytest.mark.parametrize(
+    "plan", (DraftPlan.of_paths([(0,), (2,), (0, 1)]), DraftPlan("static", 3, 3, 9))
+)
+def test_fewer_nodes_of_a_static_tree_are_its_first(tiny, plan):
+    batch = tiny.batch(plan)
+    drafter, state = batch.drafter, batch.state
+    whole = plan.make(drafter, state).tree.parents[0].tolist()
+    for count in range(1, plan.num_nodes + 1):
+        fewer = plan.make(drafter, state, num_nodes=count)
+        assert fewer.tree.parents[0].tolist() == whole[:count]

@@ -20,6 +20,8 @@ from spec_kernels.models.pair import ASSETS, load_pair
 from spec_kernels.planning import recorder as recording
 from spec_kernels.planning.recorder import Recorder
 from spec_kernels.planning.traces import (
+    FORMAT,
+    VERSION,
     Text,
     Trace,
     chain_paths,
@@ -158,6 +160,10 @@ def some_trace(count=3, **kinds):
     return Trace(paths, 3, tuple(some_text(seed, **kinds) for seed in range(count)), {"by": "us"})
 
 
+def header(**fields) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, **fields})
+
+
 def test_files_come_back(tmp_path):
     trace = some_trace()
     trace.save(tmp_path / "t.jsonl")
@@ -184,6 +190,14 @@ def test_files_come_back(tmp_path):
         (2, '{"ranks": [0, 0, 0], "confidence": [1, 2]}', "line 3: expected 3 thousandths"),
         (2, '{"ranks": [0, 0, 0], "confidence": [1, 2, 1001]}', "line 3: expected 3 thousandths"),
         (3, '{"ranks": [0, 0, 0, 0], "confidence": [1, 2, 3]}', "line 4: expected 3 ranks"),
+        (0, header(), "line 1: expected paths"),
+        (0, header(paths=7), "line 1: expected paths"),
+        (0, header(paths=[["a"]]), "line 1: expected paths"),
+        (0, header(paths=[[0, 0]], num_ranks=3), "line 1: .*paths: .*each with its parent"),
+        (0, header(paths=[[0]], num_ranks=300), "line 1: expected num_ranks of 1 to 127"),
+        (1, '{"text": 5, "temperature": 0}', "line 2: expected a text's name"),
+        (1, '{"text": "a"}', "line 2: expected a temperature >= 0"),
+        (1, '{"text": "a", "temperature": "hot"}', "line 2: expected a temperature >= 0"),
     ],
 )
 def test_files_that_are_none(number, line, wrong, tmp_path):
@@ -193,6 +207,24 @@ def test_files_that_are_none(number, line, wrong, tmp_path):
     lines[number] = line
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=wrong):
+        Trace.load(path)
+
+
+def test_texts_of_different_depths_are_no_trace(tmp_path):
+    trace = some_trace(2)
+    deeper = trace.texts[1].ranks[:, [0, 1, 2, 2]]
+    with pytest.raises(ValueError, match="expected ranks of 3 depths as in the first text, got 4"):
+        dataclasses.replace(
+            trace, texts=(trace.texts[0], dataclasses.replace(trace.texts[1], ranks=deeper))
+        )
+    path = tmp_path / "t.jsonl"
+    trace.save(path)
+    lines = path.read_text().splitlines()
+    # Behind the header, the first text with its name, and the second one's name.
+    at = 3 + len(trace.texts[0])
+    lines[at] = lines[at].replace('"ranks":[', '"ranks":[0,')
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=f"line {at + 1}: expected 3 ranks as in the lines before"):
         Trace.load(path)
 
 
@@ -207,6 +239,13 @@ def test_files_without_records(tmp_path):
         Trace.load(path)
     with pytest.raises(OSError):
         Trace.load(tmp_path / "none.jsonl")
+
+
+def test_files_that_are_no_text(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="t.jsonl: expected UTF-8 text"):
+        Trace.load(path)
 
 
 def test_right_drafts_by_hand():
