@@ -206,10 +206,11 @@ class Engine:
 
     async def step_async(self, is_needed: Callable[[], bool]) -> None:
         """``step`` on another thread, if it ``is_needed`` still when the caller's turn comes."""
-        loop = asyncio.get_running_loop()
-        if self._turn is None or self._turn[0] is not loop:
-            self._turn = (loop, asyncio.Lock())
-        async with self._turn[1]:
+        # Read once: the loop of another thread may put its own turn in place meanwhile.
+        loop, turn = asyncio.get_running_loop(), self._turn
+        if turn is None or turn[0] is not loop:
+            turn = self._turn = (loop, asyncio.Lock())
+        async with turn[1]:
             if is_needed():
                 await asyncio.to_thread(self.step)
 
