@@ -47,7 +47,8 @@ class Request:
         max_new_tokens: at least 1.
         sampling: how tokens are chosen.
         stop_ids: at most ``MAX_STOP_IDS`` ids; the one that ends the text is part of it.
-        speculative: whether drafts are made; the tokens are the same.
+        speculative: whether drafts are made; the tokens are the same, unless drafts are drawn
+            (``DraftPlan.sampled``): then their distribution is.
     """
 
     prompt: Sequence[int]
@@ -157,6 +158,11 @@ class Batch:
             and dynamic trees.
         record: how cycles are recorded (``GraphRunner``); None = as graphs on a GPU. With
             ``graph.eagerly`` they run op by op there too.
+
+    Raises:
+        ValueError: an argument is out of range, or two of them do not go together.
+        OutOfPages: costs are to be measured, and ``num_pages`` are too few for ``max_requests``
+            short requests.
     """
 
     def __init__(
@@ -294,10 +300,12 @@ class Batch:
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """``[V]`` logits of the token after ``ids``, from a forward of its own in a free row.
 
-        ValueError for no ids, more than one request may hold, or a full batch; OutOfPages.
+        ValueError for no ids, one outside the vocabulary, more than one request may hold, or a full
+        batch; OutOfPages.
         """
         if not len(ids):
             raise ValueError("batch: logits_after: expected at least one id, got none")
+        self._check_ids("logits_after", ids)
         row = self.num_requests
         if row == self.max_requests:
             raise ValueError("batch: logits_after: expected a free row, got a full batch")
@@ -321,12 +329,8 @@ class Batch:
             raise ValueError(
                 f"batch: max_new_tokens: expected at least 1, got {request.max_new_tokens}"
             )
-        for what, ids in (("prompt", prompt), ("stop_ids", request.stop_ids)):
-            wrong = [i for i in ids if not 0 <= i < config.vocab_size]
-            if wrong:
-                raise ValueError(
-                    f"batch: {what}: expected ids in [0, {config.vocab_size}), got {wrong[0]}"
-                )
+        self._check_ids("prompt", prompt)
+        self._check_ids("stop_ids", request.stop_ids)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"batch: stop_ids: expected at most {MAX_STOP_IDS}, got {len(request.stop_ids)}"
@@ -338,6 +342,12 @@ class Batch:
                 f"at most max_position_embeddings = {config.max_position_embeddings}, got {total}"
             )
         self.state.sampling.check(request.sampling, config.vocab_size)
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        vocab_size = self.target.config.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"batch: {what}: expected ids in [0, {vocab_size}), got {wrong}")
 
     # ------------------------------------------------------------------------------- cycles
 
@@ -355,8 +365,21 @@ class Batch:
 
     @_in_order
     def warm_up(self, speculative: bool = True, draws: bool = False) -> None:
-        """Captures a kind of cycle for every bucket now, and not when it is first needed."""
-        self.cycles.runner(Kind(self.plan.num_nodes if speculative else 0, draws))
+        """Captures now, and not when they are first needed, the cycles of every size that requests
+        go through, for every bucket.
+
+        Args:
+            speculative: of requests that draft; without, of plain decoding.
+            draws: of requests that sample, where the plan draws their drafts.
+        """
+        sizes = [self.plan.num_nodes if speculative else 0]
+        if speculative and self.adapter is not None:
+            sizes = self.adapter.rungs
+        for num_nodes in sizes:
+            drawn = draws and self.plan.sampled and num_nodes > 1
+            self.cycles.runner(Kind(num_nodes, drawn))
+            if self.adapter is not None and num_nodes > 1:
+                self.cycles.runner(Kind(num_nodes, drawn, evicts=True))
 
     @_in_order
     def cycle(

@@ -50,10 +50,12 @@ def compare(comm, job, engine: Engine) -> dict:
         job: ``decode.cli.Job``.
     """
     show = TextStream(job.tokenizer) if comm.rank == 0 else None
-    # Buffers of every step shape are made by their first use.
+    # Buffers of every step shape are made by their first use, and kinds of cycles captured.
     warm = min(8, job.max_new_tokens)
     for speculative in (False, True):
         engine.generate(job.prompts[0].ids, warm, speculative=speculative).result()
+    for draws in sorted({job.draws(one) for one in job.passes}):
+        engine.batch.warm_up(draws=draws)
     seconds_to_start = time.monotonic() - job.started
     if show:
         show.header(comm, job, seconds_to_start)

@@ -19,6 +19,7 @@ from spec_kernels import cli
 from spec_kernels.decode import cli as decode_cli
 from spec_kernels.decode import compare, text
 from spec_kernels.decode.engine import Engine
+from spec_kernels.decode.graph import GraphRunner
 from spec_kernels.testing import checkpoints
 
 ROOT = Path(decode_cli.__file__).resolve().parents[2]
@@ -198,6 +199,48 @@ def test_a_text_that_comes_out_otherwise_is_an_error(texts, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert calls == [False, True, False, True, True]
     assert "the same text when decoded again: no" in out and "differs at new token 3" in out
+
+
+def test_a_text_that_is_another_alone_is_an_error(texts, monkeypatch, capsys):
+    generate, calls = Engine.generate, []
+
+    def swayed(self, prompt, new, *, speculative=True, **options):
+        stream = generate(self, prompt, new, speculative=speculative, **options)
+        calls.append(speculative)
+        if len(calls) == 7:  # after two to warm up, two plain and two speculative
+            tokens = stream.result().tokens
+            tokens[3] = (tokens[3] + 1) % 40
+        return stream
+
+    monkeypatch.setattr(Engine, "generate", swayed)
+    prompts = ["--prompt", "def", "--prompt", "abc", "--batch", "2"]
+    assert decode(texts, *prompts, "--tp", "1", "--temperature", "0", "--max-new-tokens", "8") == 1
+    out = capsys.readouterr().out
+    assert "identical to plain decoding: yes" in out
+    line = next(line for line in out.splitlines() if line.startswith("the same alone"))
+    assert line.split()[-1] == "NO"
+
+
+def test_the_first_timed_pass_captures_nothing(texts, monkeypatch):
+    """All kinds of cycles that passes run are captured before: that is no part of a speed."""
+    made, before = [], []
+    capture, decode_all = GraphRunner.capture, compare._decode
+
+    def counted(self):
+        made.append(self)
+        capture(self)
+
+    def timed(*args):
+        before.append(len(made))
+        return decode_all(*args)
+
+    monkeypatch.setattr(GraphRunner, "capture", counted)
+    monkeypatch.setattr(compare, "_decode", timed)
+    for options in ([], ["--adaptive"]):
+        made.clear(), before.clear()
+        prompts = ["--prompt", "def", "--prompt", "abc", "--batch", "2"]
+        assert decode(texts, *prompts, "--tp", "1", "--max-new-tokens", "8", *options) == 0
+        assert len(before) > 3 and {*before, len(made)} == {len(made)}
 
 
 def test_ranks_that_differ_are_an_error(texts, monkeypatch, capsys):
