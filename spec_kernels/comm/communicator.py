@@ -88,7 +88,7 @@ class Communicator:
     @staticmethod
     def single() -> Communicator:
         """The group of one: sums are copies, gathers add a dimension, nothing waits."""
-        workspace = torch.empty(0, dtype=torch.uint8)
+        workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         return Communicator(0, 1, "single", workspace, DEFAULT_TIMEOUT_MS)
 
     @staticmethod
@@ -235,7 +235,7 @@ class Communicator:
     def exchange(self, value: object) -> list:
         """Every rank's ``value``, in rank order: anything that JSON can hold, of any length."""
         text = json.dumps(value).encode()
-        lengths = self._gather(torch.tensor([len(text)])).flatten().tolist()
+        lengths = self._gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
         padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist())) for row in self._gather(padded)]
 
@@ -268,7 +268,7 @@ class Communicator:
             self._gloo.close()
             reference.GROUPS.pop(self._workspace.data_ptr(), None)
         self._segment = self._gloo = None
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._all_reduce = self._all_reduce_norm = _closed
         self._all_gather = self._broadcast = self._barrier = _closed
 
@@ -485,7 +485,7 @@ def _bind_gloo(
     store, rank, world_size, timeout_ms, transport, config, capacity=None
 ) -> Communicator:
     gloo = reference.GlooGroup(store, rank, world_size, timeout_ms)
-    workspace = torch.zeros(64, dtype=torch.uint8)  # its address names the group
+    workspace = torch.zeros(64, dtype=torch.uint8, device="cpu")  # its address names the group
     comm = Communicator(rank, world_size, transport, workspace, timeout_ms, gloo=gloo)
     comm._store = store  # rank 0 serves it
     comm.agree(_settings(config, world_size=world_size, capacity=capacity, timeout_ms=timeout_ms))

@@ -27,7 +27,7 @@ from spec_kernels.decode.kv_cache import KVCache
 from spec_kernels.decode.measure import measure_costs
 from spec_kernels.decode.prefill import Prefill
 from spec_kernels.decode.readback import Pending, Readback
-from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
+from spec_kernels.decode.sampling import SamplingOptions, SamplingParams, integers
 from spec_kernels.decode.state import MAX_STOP_IDS, BatchState
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.target import Target
@@ -49,6 +49,11 @@ class Request:
         stop_ids: at most ``MAX_STOP_IDS`` ids; the one that ends the text is part of it.
         speculative: whether drafts are made; the tokens are the same, unless drafts are drawn
             (``DraftPlan.sampled``): then their distribution is.
+
+    Ids are kept as they were when this was made, whatever becomes of the caller's list.
+
+    Raises:
+        ValueError: ids or max_new_tokens are no integers.
     """
 
     prompt: Sequence[int]
@@ -56,6 +61,12 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_ids: Sequence[int] = ()
     speculative: bool = True
+
+    def __post_init__(self):
+        for name in ("prompt", "stop_ids"):
+            object.__setattr__(self, name, integers(f"batch: {name}", getattr(self, name)))
+        number = integers("batch: max_new_tokens", [self.max_new_tokens])
+        object.__setattr__(self, "max_new_tokens", number[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +130,16 @@ class _Flight:
 
 
 def _in_order(method: Callable) -> Callable:
-    """Without gradients, and on the batch's own stream, whichever thread calls: prompts, cycles,
-    copies and what the host writes between them run one after the other."""
+    """Without gradients or autocast, and on the batch's own stream, whichever thread calls:
+    prompts, cycles, copies and what the host writes between them run one after the other, and so do
+    batches over one target."""
 
     @functools.wraps(method)
     def call(self: Batch, *args, **kwargs):
-        stream = self._stream
+        stream, target = self._stream, self.target
         is_set = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-        with torch.inference_mode(), is_set:
+        plainly = torch.autocast(target.device.type, enabled=False)
+        with target.lock, torch.inference_mode(), plainly, is_set:
             return method(self, *args, **kwargs)
 
     return call
@@ -140,7 +153,9 @@ class Batch:
     drafts are drawn, which others have a say in, changes the text. Requests that sample should
     have different seeds there.
 
-    On a GPU everything runs on the stream that is current where the batch is made.
+    On a GPU everything runs on the stream that is current where the batch is made. Batches over one
+    target, in whatever threads, take turns: its buffers are theirs in common. Make them on one
+    stream.
 
     Args:
         target: this rank's part; every rank makes the same calls in the same order.
@@ -181,14 +196,27 @@ class Batch:
         adaptive: Adaptive | None = None,
         record: Recorder | None = None,
     ):
+        if read_behind is None:
+            read_behind = 1 if target.device.type == "cuda" else 0
+        for name, value in (
+            ("max_tokens", max_tokens),
+            ("max_requests", max_requests),
+            ("page_size", page_size),
+            ("num_pages", 0 if num_pages is None else num_pages),
+            ("chunk", chunk),
+            ("read_behind", read_behind),
+        ):
+            integers(f"batch: {name}", [value])
+        if max_tokens < 2:
+            raise ValueError(
+                f"batch: max_tokens: expected at least 2, a prompt and a token, got {max_tokens}"
+            )
         if not 1 <= chunk <= 1024:
             raise ValueError(f"batch: chunk: expected 1 <= chunk <= 1024, got {chunk}")
         if not 1 <= max_requests <= MAX_REQUESTS:
             raise ValueError(
                 f"batch: max_requests: expected 1 to {MAX_REQUESTS}, got {max_requests}"
             )
-        if read_behind is None:
-            read_behind = 1 if target.device.type == "cuda" else 0
         if read_behind < 0:
             raise ValueError(f"batch: read_behind: expected at least 0, got {read_behind}")
         plan = plan or DraftPlan()
@@ -215,6 +243,8 @@ class Batch:
         self._readbacks: dict[int, tuple[CycleResult, Readback]] = {}
         self._members: list[_Member] = []
         self._flights: deque[_Flight] = deque()
+        # Read, and not returned yet: whatever fails in between, it is not lost.
+        self._emitted: list[Emitted] = []
         self._num_joined = 0
         # For who wants to know where time goes.
         self.cycles_by_nodes: Counter[int] = Counter()
@@ -259,18 +289,18 @@ class Batch:
             raise ValueError(f"batch: expected at most {row} requests at a time, got another one")
         prompt, new = request.prompt, request.max_new_tokens
         self.cache.reserve(row, len(prompt) + new + self.slack)
+        member = _Member(self._num_joined, request)
         try:
             self.state.set(row, request.sampling, request.stop_ids, len(prompt) + new - 1)
             result = self.prefill.run(row, prompt, request.speculative)
+            self._send(result, _Flight(None, [member], 1, 1, is_first=True))
         except BaseException:
             self._clear(row)
             raise
-        member = _Member(self._num_joined, request)
         self._num_joined += 1
         self._members.append(member)
         if self.adapter is not None:
             self.adapter.join(member.name, request.speculative)
-        self._send(result, _Flight(None, [member], 1, 1, is_first=True))
         self.seconds_joining += time.perf_counter() - begun
         return member.name
 
@@ -303,7 +333,8 @@ class Batch:
         ValueError for no ids, one outside the vocabulary, more than one request may hold, or a full
         batch; OutOfPages.
         """
-        if not len(ids):
+        ids = integers("batch: logits_after", ids)
+        if not ids:
             raise ValueError("batch: logits_after: expected at least one id, got none")
         self._check_ids("logits_after", ids)
         row = self.num_requests
@@ -358,10 +389,12 @@ class Batch:
         Requests that are done have left when this returns. Where nobody decodes it reads what is
         still under way; it returns nothing once there is nothing left.
         """
-        emitted = self._read(self.read_behind)
+        self._read(self.read_behind)
         if self._members:
             self._launch()
-        return emitted + self._read(self.read_behind if self._members else 0)
+        self._read(self.read_behind if self._members else 0)
+        emitted, self._emitted = self._emitted, []
+        return emitted
 
     @_in_order
     def warm_up(self, speculative: bool = True, draws: bool = False) -> None:
@@ -441,19 +474,17 @@ class Batch:
         flight.pending = self._readbacks[id(result)][1].send()
         self._flights.append(flight)
 
-    def _read(self, num_left: int) -> list[Emitted]:
-        emitted = []
+    def _read(self, num_left: int) -> None:
         while len(self._flights) > num_left:
-            emitted += self._read_one(self._flights.popleft())
-        return emitted
+            self._read_one(self._flights.popleft())
 
-    def _read_one(self, flight: _Flight) -> list[Emitted]:
+    def _read_one(self, flight: _Flight) -> None:
         host = CycleResult.of(flight.pending.wait(), flight.num_places, flight.num_nodes)
         verified = host.verified
         tokens, accepted = verified.tokens.tolist(), verified.num_accepted.tolist()
         status = verified.status.tolist()
         confidence = host.confidence.tolist() if flight.choice else None
-        found = []
+        found = self._emitted
         for row, member in enumerate(flight.members):
             if member.is_gone:
                 continue
@@ -476,7 +507,6 @@ class Batch:
             found.append(Emitted(member.name, emitted, num_accepted, is_done))
             if is_done:
                 self.leave(member.name)
-        return found
 
 
 def _rungs(num_nodes: int, kind: str) -> list[int]:
@@ -487,7 +517,7 @@ def _rungs(num_nodes: int, kind: str) -> list[int]:
 
 def _fault(name: int, status: int) -> RuntimeError:
     what = {
-        VerifyStatus.NO_TOKEN: "the target's logits are not numbers",
+        VerifyStatus.NO_TOKEN: "the target's logits are not numbers, or it allows no id",
         VerifyStatus.BAD_DRAFT: "the drafter's logits are not numbers",
     }.get(VerifyStatus(status), "the draft tree or a sampling parameter is unsound")
     return RuntimeError(f"request {name}: {what} ({VerifyStatus(status)!r})")

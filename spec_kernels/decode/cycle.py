@@ -86,9 +86,9 @@ class CycleResult:
 
 def causal_words(num_rows: int, device=None) -> Tensor:
     """``[1, N, W]`` int32: row i sees rows 0..i, as the nodes of a chain do."""
-    seen = torch.ones(num_rows, num_rows, dtype=torch.int64).tril()
+    seen = torch.ones(num_rows, num_rows, dtype=torch.int64, device="cpu").tril()
     seen = torch.nn.functional.pad(seen, (0, num_words(num_rows) * 32 - num_rows))
-    words = (seen.view(num_rows, -1, 32) << torch.arange(32)).sum(-1)
+    words = (seen.view(num_rows, -1, 32) << torch.arange(32, device="cpu")).sum(-1)
     signed = torch.where(words >= 2**31, words - 2**32, words)
     return signed.to(device=device, dtype=torch.int32).unsqueeze(0)
 

@@ -34,9 +34,9 @@ _MAX_DRAFT_ROWS = 1024
 
 def _own_bits(first_slot: int, count: int, words: int) -> Tensor:
     """``[1, count, words]`` int32: row j has the one bit of slot ``first_slot + j``."""
-    bits = torch.zeros(count, words, dtype=torch.int64)
-    slots = torch.arange(first_slot, first_slot + count)
-    bits[torch.arange(count), slots // 32] = 1 << (slots % 32)
+    bits = torch.zeros(count, words, dtype=torch.int64, device="cpu")
+    slots = torch.arange(first_slot, first_slot + count, device="cpu")
+    bits[slots - first_slot, slots // 32] = 1 << (slots % 32)
     # int32 words are bit patterns: bit 31 is the sign.
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).unsqueeze(0)
 
@@ -103,7 +103,7 @@ class StaticDraft:
         # live[0] is the root, whose row was run when the cycle before extended the drafter.
         self.rows = _Rows(drafter, state, [len(level) for level in live[1 : self.max_depth]])
         words = max(1, num_words(self.rows.num_rows))
-        seen = {0: torch.zeros(words, dtype=torch.int32)}
+        seen = {0: torch.zeros(words, dtype=torch.int32, device="cpu")}
         slot = 0
         for depth in range(1, self.max_depth + 1):
             above, nodes = live[depth - 1], levels[depth]
@@ -146,7 +146,7 @@ class StaticDraft:
         else:
             picks = torch.tensor(picks, device=device)
             tokens = torch.zeros(batch, *shape, dtype=torch.int64, device=device)
-            confidence = torch.zeros(batch, *shape, device=device)
+            confidence = torch.zeros(batch, *shape, dtype=torch.float32, device=device)
         probs, probs_rows = None, None
         if self.draft_probs is not None:
             probs, probs_rows = _rows_of(self.draft_probs, above)

@@ -185,8 +185,7 @@ class Engine:
             OutOfPages: the pool is too small for it even when nobody else is there.
         """
         params = sampling or SamplingParams()
-        # Copies: the caller may go on with its list while the request waits.
-        request = Request(tuple(prompt), max_new_tokens, params, tuple(stop_ids), speculative)
+        request = Request(prompt, max_new_tokens, params, stop_ids, speculative)
         needed, pool = self.batch.num_pages(request), self.batch.cache.pool
         if needed > pool.num_pages:
             raise OutOfPages(f"engine: {needed} pages asked for, of {pool.num_pages} in all")

@@ -131,7 +131,7 @@ class KVCache(CacheView):
             return
         first = len(pages)
         pages += self.pool.take(missing)
-        taken = torch.tensor(pages[first:], dtype=torch.int32)
+        taken = torch.tensor(pages[first:], dtype=torch.int32, device="cpu")
         self.block_tables[row, first : len(pages)].copy_(pinned(taken, self.target.device), True)
 
     def release(self, row: int) -> None:

@@ -32,9 +32,9 @@ def measure_costs(
     state, device = cycles.state, cycles.target.device
     num_rows = cycles.max_requests
     length = max(1, min(_NUM_TOKENS, cache.capacity - slack))
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     size = (num_rows, length)
-    prompts = torch.randint(state.vocab_size, size, generator=random).tolist()
+    prompts = torch.randint(state.vocab_size, size, generator=random, device="cpu").tolist()
 
     def run(num_requests: int, num_nodes: int, kept: int) -> float:
         # Each from the same state, in which nobody comes to an end.

@@ -79,7 +79,7 @@ class Prefill:
     def _ids(self, prompt: Sequence[int]) -> Tensor:
         """The prompt, and room for the token after it."""
         device = self.target.device
-        host = pinned(torch.tensor([*prompt, 0], dtype=torch.int64), device)
+        host = pinned(torch.tensor([*prompt, 0], dtype=torch.int64, device="cpu"), device)
         return host.to(device, non_blocking=True)
 
     def _target_chunk(

@@ -39,7 +39,8 @@ class Readback:
         self.buffer = buffer
         is_cuda = buffer.is_cuda
         self._ring = [
-            torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda) for _ in range(depth)
+            torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=is_cuda)
+            for _ in range(depth)
         ]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(depth)]
         self._pending: list[Pending | None] = [None] * depth

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,8 +24,14 @@ class SamplingParams:
         top_p: in (0, 1]; 1 = off.
         min_p: in [0, 1]; 0 = off.
         seed: of the request's coins; with the position of a token it fixes the token.
-        logit_bias: what is added to the logits of some ids (``SamplingOptions.logit_bias``).
+        logit_bias: what is added to the logits of some ids (``SamplingOptions.logit_bias``): -inf
+            forbids one, and of those with +inf one is chosen.
         allowed: the only ids that may be chosen; None = all (``SamplingOptions.allowed``).
+
+    Ids are kept as they were when this was made, whatever becomes of the caller's container.
+
+    Raises:
+        ValueError: a number is of another kind or range, in the formats of the ops.
     """
 
     temperature: float = 0.0
@@ -34,20 +43,46 @@ class SamplingParams:
     allowed: Sequence[int] | None = None
 
     def __post_init__(self):
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ValueError(
-                    f"sampling: {name}: expected {expected}, got {getattr(self, name)}"
-                )
+        def check(name: str, ok: Callable[[Any], bool], expected: str) -> None:
+            value = getattr(self, name)
+            try:
+                is_sound = bool(ok(value))
+            except (TypeError, ValueError, OverflowError):
+                is_sound = False
+            if not is_sound:
+                raise ValueError(f"sampling: {name}: expected {expected}, got {value!r}")
 
         # The ops hold float32 and int64.
-        finite = 0 <= self.temperature <= torch.finfo(torch.float32).max
-        check("temperature", finite, "a finite number >= 0")
-        check("top_k", 0 <= self.top_k < 2**63, "an integer >= 0 of 64 bits")
-        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
-        check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
-        check("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer")
-        check("allowed", self.allowed is None or len(self.allowed) > 0, "at least one id, or None")
+        most, least = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+        check("temperature", lambda t: 0 <= t <= most, "a finite number >= 0")
+        check("top_k", lambda k: 0 <= operator.index(k) < 2**63, "an integer >= 0 of 64 bits")
+        check("top_p", lambda p: least <= p <= 1, f"a number in (0, 1], from {least:.2g} on")
+        check("min_p", lambda p: 0 <= p <= 1, "a number in [0, 1]")
+        check("seed", lambda s: -(2**63) <= operator.index(s) < 2**63, "a 64-bit integer")
+        if self.allowed is not None:
+            allowed = integers("sampling: allowed", self.allowed)
+            object.__setattr__(self, "allowed", allowed)
+            check("allowed", len, "at least one id, or None")
+        if self.logit_bias is not None:
+            check(
+                "logit_bias",
+                lambda biases: all(abs(b) <= most or math.isinf(b) for b in dict(biases).values()),
+                "numbers of float32 by id",
+            )
+            biases = dict(self.logit_bias)
+            ids = integers("sampling: logit_bias", biases)
+            object.__setattr__(self, "logit_bias", dict(zip(ids, biases.values(), strict=True)))
+
+
+def integers(what: str, ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """``ids`` as integers of Python; ValueError that begins with ``what`` if they are no integers.
+
+    Anything else that compares like one would be rounded where it is stored in a tensor.
+    """
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError as error:
+        raise ValueError(f"{what}: expected integers, got {ids!r:.80}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +129,12 @@ class SamplingTensors:
         words = -(-vocab_size // 32)
         every = (batch, 1, words)
         return cls(
-            temperature=torch.zeros(batch, device=device),
+            temperature=torch.zeros(batch, dtype=torch.float32, device=device),
             top_k=torch.zeros(batch, dtype=torch.int64, device=device),
-            top_p=torch.ones(batch, device=device),
-            min_p=torch.zeros(batch, device=device),
+            top_p=torch.ones(batch, dtype=torch.float32, device=device),
+            min_p=torch.zeros(batch, dtype=torch.float32, device=device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
-            logit_bias=torch.zeros(batch, vocab_size, device=device)
+            logit_bias=torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
             if options.logit_bias
             else None,
             allowed=torch.full(every, -1, dtype=torch.int32, device=device)
@@ -175,4 +210,4 @@ def _words(ids: Sequence[int], num_words: int) -> Tensor:
         words[i // 32] |= 1 << (i % 32)
     # int32 words are bit patterns: bit 31 is the sign.
     signed = [w - (w >> 31 << 32) for w in words]
-    return torch.tensor(signed, dtype=torch.int32).unsqueeze(0)
+    return torch.tensor(signed, dtype=torch.int32, device="cpu").unsqueeze(0)

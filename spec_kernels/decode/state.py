@@ -117,7 +117,9 @@ class BatchState:
         """Writes what a request brings along; it stays inert until its length is written."""
         self.sampling.set(row, sampling)
         padded = [*stop_ids, *[_NO_STOP] * (MAX_STOP_IDS - len(stop_ids))]
-        self.stop_ids[row].copy_(pinned(torch.tensor(padded), self.limits.device), True)
+        self.stop_ids[row].copy_(
+            pinned(torch.tensor(padded, device="cpu"), self.limits.device), True
+        )
         self.limits[row].fill_(limit)
 
     def clear(self, row: int) -> None:

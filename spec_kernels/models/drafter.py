@@ -79,7 +79,7 @@ class _Buffers:
         self.places = RowPlaces(shape, drafter.device)
         self.attended = new(batch, nodes, heads, dim)
         self.attended_rows = self.attended.view(num_rows, heads * dim)
-        self.lse = torch.zeros(batch, nodes, heads, device=drafter.device)
+        self.lse = torch.zeros(batch, nodes, heads, dtype=torch.float32, device=drafter.device)
         self.normed, self.block = new(num_rows, hidden), new(num_rows, hidden)
 
 

@@ -335,7 +335,7 @@ class MLABuffers:
         self.attended = self.attended_by_head.view(num_heads, batch, nodes, rank).permute(
             1, 2, 0, 3
         )
-        self.lse = torch.zeros(batch, nodes, num_heads, device=device)
+        self.lse = torch.zeros(batch, nodes, num_heads, dtype=torch.float32, device=device)
         self.values_by_head = new(num_heads, num_rows, v_dim)
         # One row or one head: the two orders are the same memory.
         self.reorder = num_rows > 1 and num_heads > 1

@@ -37,7 +37,7 @@ def inverse_frequencies(
     """
     if dim < 2 or dim % 2:
         raise ValueError(f"inverse_frequencies: dim: expected an even number >= 2, got {dim}")
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     base = rope.theta**-exponents
     if rope.kind == "linear":
         base = base / rope.factor
@@ -48,7 +48,8 @@ def inverse_frequencies(
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         span = high - low if high != low else 0.001
-        stretched = ((torch.arange(dim // 2, dtype=torch.float64) - low) / span).clamp(0.0, 1.0)
+        pairs = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
+        stretched = ((pairs - low) / span).clamp(0.0, 1.0)
         base = base * (1.0 - stretched) + base / rope.factor * stretched
     return base.to(device=device, dtype=torch.float32)
 

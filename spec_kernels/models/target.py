@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -92,6 +93,8 @@ class Target:
         self.head = LMHead(self._read_head(weights, shard), comm)
         weights.finish()
         self.rotary = Rotary(config.rope, config.qk_rope_head_dim, self.device)
+        # All who run it write the same buffers: batches hold this while they do.
+        self.lock = threading.RLock()
         self._slot_of = {layer: slot for slot, layer in enumerate(self.captured_layers)}
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         # Views of the cache of the last call: making them anew costs as much as an op.

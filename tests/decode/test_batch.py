@@ -519,6 +519,9 @@ def test_a_prompt_that_fails_half_way_leaves_nothing(bench, monkeypatch):
         ({"chunk": 0}, "chunk: expected 1 <= chunk <= 1024, got 0"),
         ({"chunk": 1025}, "chunk: expected 1 <= chunk <= 1024, got 1025"),
         ({"read_behind": -1}, "read_behind: expected at least 0, got -1"),
+        ({"read_behind": NAN}, r"read_behind: expected integers, got \[nan\]"),
+        ({"max_tokens": 1}, "max_tokens: expected at least 2, a prompt and a token, got 1"),
+        ({"page_size": 1.5}, r"page_size: expected integers, got \[1.5\]"),
     ],
 )
 def test_impossible_batches_are_refused(bench, options, message):

@@ -19,11 +19,32 @@ from spec_kernels.decode.sampling import SamplingOptions, SamplingParams, Sampli
         ({"min_p": 1.1}, "min_p"),
         ({"seed": 2**63}, "seed: expected a 64-bit integer"),
         ({"allowed": []}, "allowed: expected at least one id, or None"),
+        ({"temperature": "1"}, "temperature: expected a finite number >= 0, got '1'"),
+        ({"temperature": None}, "temperature: expected a finite number >= 0, got None"),
+        ({"top_k": 2.5}, "top_k: expected an integer >= 0 of 64 bits, got 2.5"),
+        ({"seed": 1.5}, "seed: expected a 64-bit integer, got 1.5"),
+        # 0 in float32, which the op would refuse for the whole batch.
+        ({"top_p": 1e-300}, r"top_p: expected a number in \(0, 1\], from 1.2e-38 on, got 1e-300"),
+        ({"allowed": [1.5]}, r"allowed: expected integers, got \[1.5\]"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias: expected integers, got {1.5: 1.0}"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias: expected numbers of float32 by id"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias: expected numbers of float32 by id"),
+        ({"logit_bias": {5: "x"}}, "logit_bias: expected numbers of float32 by id"),
+        ({"logit_bias": 3}, "logit_bias: expected numbers of float32 by id, got 3"),
     ],
 )
 def test_parameters_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**change)
+
+
+def test_ids_are_kept_as_they_were():
+    """They are checked when a request comes, and read when it joins."""
+    biases, allowed = {3: float("-inf")}, [1, 2]
+    params = SamplingParams(logit_bias=biases, allowed=allowed)
+    biases[10**6] = 1.0
+    allowed.append(-1)
+    assert params.logit_bias == {3: float("-inf")} and list(params.allowed) == [1, 2]
 
 
 def test_tensors_hold_each_requests_parameters():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
+import numpy as np
 import pytest
 import torch
 
+from spec_kernels.decode.engine import Engine
 from spec_kernels.decode.kv_cache import INERT, OutOfPages
-from spec_kernels.decode.sampling import SamplingParams
-from spec_kernels.testing.tiny_models import PROMPTS
+from spec_kernels.decode.sampling import SamplingOptions, SamplingParams
+from spec_kernels.testing.tiny_models import PLANS, PROMPTS
 
 NEW = 12
 SETTINGS = (SamplingParams(), SamplingParams(1.0, seed=4), SamplingParams(0.6, top_p=0.9, seed=9))
@@ -264,6 +267,66 @@ def test_what_can_never_fit_is_refused_at_once(tiny):
     assert len(engine.generate(PROMPTS[2], NEW).result().tokens) == NEW
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_engines_over_one_target_take_turns_in_their_threads(tiny, kind):
+    """The buffers of a step are the target's: two steps at once would mix up their rows."""
+    models = tiny.models()
+    engines = [Engine(*models, PLANS[kind], max_tokens=64) for _ in range(2)]
+    wanted = [engines[0].generate(prompt, NEW).result().tokens for prompt in PROMPTS]
+    got = [[], []]
+
+    def read(index):
+        for prompt in PROMPTS * 2:
+            got[index].append(engines[index].generate(prompt, NEW).result().tokens)
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == [wanted * 2] * 2
+
+
+@contextlib.contextmanager
+def _defaults(dtype, device, autocast):
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        (torch.bfloat16, None, False),
+        (torch.float64, None, False),
+        (torch.float32, "meta", False),
+        (torch.float32, None, True),
+    ],
+    ids=["bfloat16", "float64", "meta", "autocast"],
+)
+@pytest.mark.parametrize("plan", [PLANS["static"], PLANS["dynamic"]], ids=["static", "dynamic"])
+def test_defaults_of_torch_change_nothing(tiny, plan, defaults):
+    sampling = SamplingParams(0.7, seed=3, logit_bias={3: 1.0}, allowed=range(30))
+    options = SamplingOptions(logit_bias=True, allowed=True)
+
+    def made():
+        engine = Engine(*models, plan, max_tokens=64, max_requests=3, sampling=options)
+        return [engine.generate(prompt, NEW, sampling=sampling) for prompt in PROMPTS]
+
+    models = tiny.models()
+    wanted = [stream.result().tokens for stream in made()]
+    begun = made()
+    next(begun[0])
+    with _defaults(*defaults):
+        assert [stream.result().tokens for stream in begun] == wanted
+        assert [stream.result().tokens for stream in made()] == wanted
+
+
 # ----------------------------------------------------------------------------------------- closing
 
 
@@ -373,3 +436,67 @@ def test_a_cycle_that_fails_is_not_swallowed(tiny):
     for stream in (first, second):
         with pytest.raises(RuntimeError, match="a rank is gone"):
             stream.result()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_breaks_off_loses_nothing_that_was_read(tiny, wanted, kind):
+    """A request that is done would otherwise be waited for without end."""
+    engine = tiny.engine(max_requests=2)
+    done = engine.generate(PROMPTS[0], 1)
+    other = engine.generate(PROMPTS[1], NEW, sampling=SETTINGS[1])
+    launch = engine.batch._launch
+
+    def failing():
+        engine.batch._launch = launch
+        raise kind("stop")
+
+    engine.batch._launch = failing
+    with pytest.raises(kind, match="stop"):
+        engine.step()
+    engine.step()
+    assert done.is_done and done.result().tokens == wanted[0][:1]
+    assert other.result().tokens == wanted[1]
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"prompt": [1.5, 2]}, r"batch: prompt: expected integers, got \[1.5, 2\]"),
+        ({"prompt": [float("nan")]}, r"batch: prompt: expected integers, got \[nan\]"),
+        ({"prompt": "text"}, "batch: prompt: expected integers, got 'text'"),
+        ({"prompt": torch.ones(2, 2)}, "batch: prompt: expected integers, got tensor"),
+        ({"prompt": None}, "batch: prompt: expected integers, got None"),
+        # The device would compare with 5, the host with 5.5: each would wait for the other.
+        ({"stop_ids": [5.5]}, r"batch: stop_ids: expected integers, got \[5.5\]"),
+        ({"stop_ids": None}, "batch: stop_ids: expected integers, got None"),
+        ({"max_new_tokens": 2.5}, r"batch: max_new_tokens: expected integers, got \[2.5\]"),
+        # No comparison with it is true: it would wait at the head of the queue for ever.
+        ({"max_new_tokens": float("nan")}, "batch: max_new_tokens: expected integers"),
+    ],
+)
+def test_numbers_that_are_no_integers_are_refused_at_once(tiny, wanted, change, match):
+    engine = tiny.engine()
+    with pytest.raises(ValueError, match=match):
+        engine.generate(**{"prompt": PROMPTS[0], "max_new_tokens": NEW} | change)
+    assert engine.generate(PROMPTS[0], NEW).result().tokens == wanted[0]
+
+
+def test_integers_of_other_kinds_are_taken_as_such(tiny, wanted):
+    engine = tiny.engine()
+    for prompt in (torch.tensor(PROMPTS[0]), np.array(PROMPTS[0], np.int32), iter(PROMPTS[0])):
+        stream = engine.generate(prompt, np.int64(NEW), stop_ids={wanted[0][5]})
+        assert stream.result().tokens == wanted[0][: 1 + wanted[0].index(wanted[0][5])]
+
+
+def test_logits_of_ids_outside_the_vocabulary_are_refused(tiny, wanted):
+    engine = tiny.engine()
+    for ids, match in (
+        ([1, 40], r"batch: logits_after: expected ids in \[0, 40\), got 40"),
+        ([-1], r"batch: logits_after: expected ids in \[0, 40\), got -1"),
+        ([1.5], r"batch: logits_after: expected integers, got \[1.5\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.logits_after(ids)
+    assert is_empty(engine)
+    assert int(engine.logits_after(PROMPTS[0]).argmax()) == wanted[0][0]

@@ -10,9 +10,9 @@ MAX_PARTS = 1024  # csrc/merge_states/merge_states.h has the same bound
 
 
 def merge_states_reference(outs, lses, out, lse) -> None:
-    top = torch.full(lses.shape[1:], -torch.inf, device=lses.device)
+    top = torch.full(lses.shape[1:], -torch.inf, dtype=torch.float32, device=lses.device)
     total = torch.zeros_like(top)
-    values = torch.zeros(outs.shape[1:], device=outs.device)
+    values = torch.zeros(outs.shape[1:], dtype=torch.float32, device=outs.device)
     for part_out, part_lse in zip(outs.float(), lses, strict=True):
         seen = part_lse != -torch.inf
         new_top = torch.maximum(top, part_lse)

@@ -126,8 +126,8 @@ class GlooGroup:
             return
         self._error = f"aborted by rank {self.rank}: {reason}"
         text = reason.encode()[: self._INLINE]
-        head = torch.tensor([-1, 0, 0, 0, 0, len(text), 0, 0])
-        block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8)
+        head = torch.tensor([-1, 0, 0, 0, 0, len(text), 0, 0], device="cpu")
+        block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8, device="cpu")
         block[: 8 * self._HEAD] = head.view(torch.uint8)
         block[8 * self._HEAD :][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         try:
@@ -161,13 +161,19 @@ class GlooGroup:
 
     def _exchange(self, op, data, timeout_ms, src, algorithm, row):
         if data is None:
-            data = torch.empty(0, dtype=torch.uint8)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
         flat = data.detach().cpu().reshape(-1)
-        raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            flat.view(torch.uint8)
+            if flat.numel()
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         size = flat.element_size()
         dtype = _DTYPES.index(flat.dtype)
-        head = torch.tensor([OPS.index(op), flat.numel(), size, dtype, src, 0, algorithm, row])
-        block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8)
+        head = torch.tensor(
+            [OPS.index(op), flat.numel(), size, dtype, src, 0, algorithm, row], device="cpu"
+        )
+        block = torch.zeros(8 * self._HEAD + self._INLINE, dtype=torch.uint8, device="cpu")
         block[: 8 * self._HEAD] = head.view(torch.uint8)
         fits = raw.numel() <= self._INLINE
         if fits:

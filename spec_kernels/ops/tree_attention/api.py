@@ -40,7 +40,7 @@ def _call_kernel(function, q, v_dim_of, rest, scale, logit_cap, window, shard, o
         if out is None:
             out = q.new_empty((*shape, v_dim_of.shape[3]))
         if lse is None:
-            lse = torch.empty(shape, dtype=torch.float32)
+            lse = q.new_empty(shape, dtype=torch.float32)
         part = WHOLE if shard is None else shard
         part = (part.index, part.num_shards, part.run)
         function(q, *rest, scale, logit_cap, window, *part, out, lse)

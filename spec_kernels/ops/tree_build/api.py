@@ -193,7 +193,7 @@ def link_tree(
         (num_nodes,) if isinstance(parents, torch.Tensor) and parents.dim() == 1 else tokens.shape
     )
     check_tensor(_OP, "parents", parents, shape, INTEGERS, tokens.device)
-    scores = torch.zeros((), device=tokens.device).expand(batch, num_nodes - 1)
+    scores = torch.zeros((), dtype=torch.float32, device=tokens.device).expand(batch, num_nodes - 1)
     slots = (parents[..., 1:] - 1).expand(batch, num_nodes - 1)
     return tree_build(
         scores, tokens[:, 1:], slots, tokens[:, 0], num_nodes, out=out, backend=backend

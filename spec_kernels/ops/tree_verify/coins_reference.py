@@ -47,7 +47,7 @@ def accept_child(coin, probabilities, single, accumulated):
     The first whose sum of probabilities so far, over ``accumulated``, exceeds the coin, or whose
     own reaches ``single``; never one of probability 0. All in fp32, children in list order.
     """
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32, device="cpu")
     for i, p in enumerate(probabilities):
         total = total + p
         if p > 0.0 and (coin < total / accumulated or p >= single):
@@ -149,14 +149,14 @@ def tree_verify_coins_reference(
     status,
 ) -> None:
     vocab = target_probs.shape[2]
-    single = torch.tensor(threshold_single, dtype=torch.float32)
-    accumulated = torch.tensor(max(threshold_acc, MIN_THRESHOLD), dtype=torch.float32)
+    single = torch.tensor(threshold_single, dtype=torch.float32, device="cpu")
+    accumulated = torch.tensor(max(threshold_acc, MIN_THRESHOLD), dtype=torch.float32, device="cpu")
 
     def step(b, node, slot, carried, ended, full):
         target = target_probs[b, node]
         known = [0 <= token < vocab for token in carried]
         probabilities = [
-            _positive(target[token]).cpu() if k else torch.zeros(())
+            _positive(target[token]).cpu() if k else torch.zeros((), device="cpu")
             for token, k in zip(carried, known, strict=True)
         ]
         coin = clamped_coin(coins[b, node]).cpu()

@@ -120,8 +120,10 @@ def log_weights(values, temperature):
     difference = torch.where(values == top, 0.0, values - top)  # inf - inf counts as 0
     # Kept normal and finite, so that 0 * inverse is 0 whatever the mode for subnormals.
     fp32 = torch.finfo(torch.float32)
-    inverse = (1.0 / torch.as_tensor(temperature, dtype=torch.float32)).clamp(fp32.tiny, fp32.max)
-    return difference * inverse.to(values.device)
+    inverse = (1.0 / torch.as_tensor(temperature, dtype=torch.float32, device=values.device)).clamp(
+        fp32.tiny, fp32.max
+    )
+    return difference * inverse
 
 
 def token_weights(values, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -210,7 +212,9 @@ def typical_limit(values, weights, temperature, epsilon, delta) -> float:
     x = log_weights(values, temperature).clamp(min=-30.0)
     surprise = torch.where(weights > 0, to_fixed(exp_weights(x) * -x), 0)
     total = int(weights.sum())
-    mean = torch.tensor(float(int(surprise.sum())) / float(total), dtype=torch.float32)
+    mean = torch.tensor(
+        float(int(surprise.sum())) / float(total), dtype=torch.float32, device="cpu"
+    )
     relative = float(exp_weights(-mean))  # times 2^40 / total it is e^-H
     return min(epsilon * float(total), delta * 2.0**WEIGHT_BITS * relative)
 
