@@ -3,8 +3,9 @@
 Per step the host launches one captured cycle and reads what the one before gave. Requests stand in
 rows 0 .. n - 1 of the static buffers, and the smallest captured bucket that holds n of them runs.
 
-On several ranks each one makes the same calls in the same order. They never have to agree on
-anything: what they decide by is tokens, which are the same bits on all.
+On several ranks each one makes the same calls in the same order. They compare the requests that
+join, and never have to agree on anything else: what they decide by is tokens, which are the same
+bits on all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -281,12 +283,14 @@ class Batch:
             ValueError: an empty prompt, an id outside the vocabulary, too many tokens for the
                 model's positions or the cache, or no free row.
             OutOfPages: too few pages are free.
+            RuntimeError: another rank lets another request in; the group is closed.
         """
         begun = time.perf_counter()
         self._check(request)
         row = self.num_requests
         if row == self.max_requests:
             raise ValueError(f"batch: expected at most {row} requests at a time, got another one")
+        self._agree(request)
         prompt, new = request.prompt, request.max_new_tokens
         self.cache.reserve(row, len(prompt) + new + self.slack)
         member = _Member(self._num_joined, request)
@@ -345,6 +349,14 @@ class Batch:
             return self.prefill.logits(row, ids)
         finally:
             self._clear(row)
+
+    def _agree(self, request: Request) -> None:
+        """Where shapes are the same, ranks that decode different texts would sum up nonsense."""
+        if self.target.comm.world_size > 1:
+            ids = repr(request.prompt).encode()
+            prompt = f"{len(request.prompt)} ids, {hashlib.sha256(ids).hexdigest()[:16]}"
+            rest = dataclasses.asdict(dataclasses.replace(request, prompt=()))
+            self.target.comm.agree(rest | {"request": self._num_joined, "prompt": prompt})
 
     def _clear(self, row: int) -> None:
         self.cache.release(row)

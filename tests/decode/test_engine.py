@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -85,6 +87,31 @@ def test_case_11_ranks_sample_alike(tiny):
     alone = ranks_texts(None, tiny, PLANS["chain"], "replicated", sampling)
     for texts in launch(ranks_texts, 2, tiny, PLANS["chain"], "tp", sampling):
         assert texts == alone
+
+
+def _other_requests(comm, tiny, change):
+    """What rank 1 says of its request differs in ``change``, and in no shape."""
+    torch.set_num_threads(1)
+    request = {"prompt": PROMPTS[0], "max_new_tokens": NEW, "sampling": SamplingParams(1.0)}
+    engine = tiny.engine(comm=comm)
+    engine.generate(**request).result()
+    with pytest.raises(RuntimeError, match="ranks disagree") as caught:
+        engine.generate(**request | (change if comm.rank else {})).result()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"prompt": [3, 1, 4, 1, 6]}, "prompt: rank 0 has 5 ids, .*, rank 1 has 5 ids, "),
+        ({"prompt": [1]}, "prompt: rank 0 has 5 ids, .*, rank 1 has 1 ids, "),
+        ({"sampling": SamplingParams(1.0, seed=1)}, "sampling: rank 0 has .*'seed': 0.*'seed': 1"),
+        ({"stop_ids": [7]}, r"stop_ids: rank 0 has \[\], rank 1 has \[7\]"),
+    ],
+)
+def test_ranks_that_let_different_requests_in_are_told(tiny, change, named):
+    for message in launch(_other_requests, 2, tiny, change):
+        assert re.search(named, message)
 
 
 @pytest.mark.parametrize("plan", DRAWN.values(), ids=DRAWN)

@@ -57,8 +57,10 @@ def texts(comm, directory, drafter):
         layers = config.captured_layers(INT4_TARGET["num_hidden_layers"])
         target = Target.load(directory, comm, captured_layers=layers)
         engine = Engine(target, Drafter.load(drafter, target), PLANS["chain"], max_tokens=80)
-        plain = [engine.generate(prompt, 20, speculative=False).tokens for prompt in PROMPTS]
-        drafted = [engine.generate(prompt, 20) for prompt in PROMPTS]
+        plain = [
+            engine.generate(prompt, 20, speculative=False).result().tokens for prompt in PROMPTS
+        ]
+        drafted = [engine.generate(prompt, 20).result() for prompt in PROMPTS]
         return plain, [run.tokens for run in drafted], [run.accepted for run in drafted]
 
 
