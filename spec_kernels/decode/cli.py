@@ -372,9 +372,9 @@ def run_rank(comm, job: Job) -> dict:
         except ValueError as error:
             message = str(error)
         # A rank may find fault with what the others do not read.
-        text = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        text = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         encoded = message.encode()[:_MESSAGE_BYTES]
-        text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         for row in comm.all_gather(text):
             found = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
             if found:

@@ -162,7 +162,7 @@ def _ranks_agree(comm, figures: list[dict]) -> bool:
     """Whether every rank decoded the same tokens, for which they exchange nothing but logits."""
     tokens = [prompt["tokens"] for one in figures for prompt in one["prompts"]]
     digest = hashlib.sha256(json.dumps(tokens).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8)
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
     return all(torch.equal(theirs, mine) for theirs in comm.all_gather(mine))
 
 
