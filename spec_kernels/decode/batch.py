@@ -459,8 +459,8 @@ class Batch:
         plan = self.plan
         if self.drafter is None or plan.kind == "static":
             raise ValueError(
-                "batch: adaptive: expected a drafter, and a chain or a dynamic tree, whose nodes "
-                f"come best first, got {'no drafter' if self.drafter is None else plan.kind}"
+                "batch: adaptive: expected a drafter, and a chain or a dynamic tree, whose best "
+                f"nodes are known, got {'no drafter' if self.drafter is None else plan.kind}"
             )
         rungs = list(adaptive.rungs or _rungs(plan.num_nodes, plan.kind))
         if rungs[-1] != plan.num_nodes:
@@ -507,6 +507,9 @@ class Batch:
             if flight.choice:
                 kept = flight.choice.max_nodes[row]
                 sure = [min(max(c, 0.0), 1.0) for c in confidence[row][1:]]
+                if self.adapter.form == "cumulative":
+                    # Where all nodes of a tree are kept they come level by level.
+                    sure.sort(reverse=True)
                 self.adapter.observe(member.name, flight.choice.rung, kept, sure, accepted[row])
             emitted = tokens[row][: accepted[row] + 1]
             request = member.request

@@ -120,7 +120,9 @@ class CapturedCycles:
         if not kind.num_nodes:
             cycle = PlainCycle(self.target, state, self.clock)
         else:
-            proposal = self.plan.make(self.drafter, state, kind.draws, kind.num_nodes)
+            proposal = self.plan.make(
+                self.drafter, state, kind.draws, kind.num_nodes, best_first=kind.evicts
+            )
             cycle = Cycle(self.target, self.drafter, proposal, state, self.clock, kind.evicts)
         self._cycles[kind, num_requests] = cycle
         return cycle

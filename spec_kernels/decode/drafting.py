@@ -286,6 +286,10 @@ class DynamicDraft:
 
     Scores are cumulative log-probabilities in float32; of a level's k * k candidates the best k
     stay live, ties to the lower index; ``tree_build`` then keeps the best of the whole pool.
+
+    Args:
+        best_first: whether nodes come by score, so that the first of them are the best tree of so
+            many, instead of level by level.
     """
 
     # The rerank chooses drafts by their scores, so they are no draws from q.
@@ -298,6 +302,7 @@ class DynamicDraft:
         steps: int,
         topk: int,
         num_nodes: int,
+        best_first: bool = False,
     ):
         self.drafter, self.state, self.topk = drafter, state, topk
         self.num_nodes, self.max_depth = num_nodes, min(steps, num_nodes - 1)
@@ -310,6 +315,9 @@ class DynamicDraft:
         scores = self.message[2].view(torch.float32)
         self.scores = scores.view(-1)[: batch * pool].view(batch, pool)
         self.tree = DraftTree.allocate(batch, num_nodes, device)
+        self.slot_ids = None
+        if best_first:
+            self.slot_ids = torch.arange(pool, device=device).expand(batch, -1)
         if not drafter.is_here:
             return
         self.rows = _Rows(drafter, state, [topk] * self.num_live_levels)
@@ -390,9 +398,16 @@ class DynamicDraft:
         ``confidence [B, N]`` receives how sure the drafter was of each node and its ancestors.
         """
         root, tree = self.state.start.root_tokens, self.tree
-        tree_build(self.scores, self.candidates, self.parent_slots, root, out=tree)
-        pooled = self.scores.gather(1, tree.pool_index.clamp(min=0).long())
-        torch.exp(pooled, out=confidence)
+        scores, candidates, parents = self.scores, self.candidates, self.parent_slots
+        if self.slot_ids is not None:
+            # Nodes keep the order of the pool. No child scores more than its parent, and ties stay
+            # as they were, so that parents still come first.
+            scores, order = scores.sort(dim=1, descending=True, stable=True)
+            place = torch.empty_like(order).scatter_(1, order, self.slot_ids)
+            candidates, parents = candidates.gather(1, order), parents.gather(1, order)
+            parents = torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0)))
+        tree_build(scores, candidates, parents, root, out=tree)
+        torch.exp(scores.gather(1, tree.pool_index.clamp(min=0).long()), out=confidence)
         return tree
 
 
@@ -528,16 +543,19 @@ class DraftPlan:
         state: BatchState,
         draws: bool = False,
         num_nodes: int | None = None,
+        best_first: bool = False,
     ) -> StaticDraft | DynamicDraft:
         """The drafts of ``state``'s requests.
 
         Args:
             draws: whether a plan that samples does so.
-            num_nodes: fewer than the plan's, its first ones; 1 = the root alone, without drafts.
+            num_nodes: fewer than the plan's, its first ones, of a dynamic tree its best; 1 = the
+                root alone, without drafts.
+            best_first: of a dynamic tree, see ``DynamicDraft``.
         """
         num_nodes = num_nodes or self.num_nodes
         if self.kind == "dynamic" and num_nodes > 1:
-            return DynamicDraft(drafter, state, self.steps, self.topk, num_nodes)
+            return DynamicDraft(drafter, state, self.steps, self.topk, num_nodes, best_first)
         if self.kind == "static":
             paths = self.paths or static_paths(self.steps, self.topk, self.num_nodes)
             parents, ranks = (of[:num_nodes] for of in tree_from_paths(paths))

@@ -276,7 +276,14 @@ def test_adaptive_verification_changes_no_token(bench, kind, read_behind):
         kept.update(choice.max_nodes)
         return choice
 
-    batch.adapter.choose = noting
+    observe = batch.adapter.observe
+
+    def checking(name, rung, num_kept, confidences, accepted):
+        if kind == "dynamic":
+            assert confidences == sorted(confidences, reverse=True)  # the adapter's best come first
+        observe(name, rung, num_kept, confidences, accepted)
+
+    batch.adapter.choose, batch.adapter.observe = noting, checking
     traffic = Traffic(batch, [request_of(seed) for seed in range(24)], seed=5)
     while traffic.step(leave=0.1, fault=0.03):
         pass

@@ -256,6 +256,30 @@ def test_a_plan_of_given_paths_is_that_tree(tiny):
             DraftPlan.of_paths(paths)
 
 
+def test_a_dynamic_tree_can_come_best_first(tiny):
+    """The same nodes, and the first of them are the best tree of so many: what eviction keeps."""
+    plan = DraftPlan("dynamic", 4, 4, 16)
+    batch = tiny.batch(plan)
+    batch.join(Request(PROMPTS[0], 20))
+    differs = False
+    for _ in range(4):
+        trees, confidences = [], []
+        for options in ({}, {"best_first": True}, {"num_nodes": 6}):
+            draft = plan.make(batch.drafter, batch.state, **options)
+            confidence = torch.full((1, draft.num_nodes), math.nan)
+            with torch.inference_mode():
+                draft.draft()
+                trees.append(list(paths(draft.build(confidence)).values()))
+            assert not draft.tree.status.any()
+            confidences.append(confidence[0, 1:].tolist())
+        levels, best, few = trees
+        assert sorted(levels) == sorted(best) and sorted(few) == sorted(best[:6])
+        assert confidences[1] == sorted(confidences[0], reverse=True)
+        differs |= levels != best
+        batch.step()
+    assert differs
+
+
 def test_paths_beside_numbers_that_are_not_theirs_are_refused():
     """Caches are sized by the numbers: a larger tree would not fit in them."""
     paths = tuple((0,) * n for n in range(1, 6))
