@@ -89,9 +89,24 @@ def define_schemas(namespace: str) -> torch.library.Library:
     lib = torch.library.Library(namespace, "DEF")
     for name, schema in SCHEMAS.items():
         lib.define(name + schema)
-        # Every op only writes into its arguments, so the fake has nothing to make.
-        torch.library.register_fake(f"{namespace}::{name}", lambda *args: None, lib=lib)
+        torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=lib)
     return lib
+
+
+def _fake(name: str) -> Callable[..., None]:
+    def fake(*args) -> None:
+        """Every op only writes into its arguments, so there is nothing to make.
+
+        One meta tensor among real ones leads here, too: their results would never be written.
+        """
+        given = [t for x in args for t in (x if isinstance(x, list | tuple) else (x,))]
+        kinds = {t.device.type for t in given if isinstance(t, torch.Tensor)}
+        if "meta" in kinds and len(kinds) > 1:
+            expected = "all on meta or none"
+            got = ", ".join(sorted(kinds))
+            raise ValueError(f"{NAMESPACE}::{name}: tensors: expected {expected}, got {got}")
+
+    return fake
 
 
 _lib = define_schemas(NAMESPACE)

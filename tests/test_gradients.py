@@ -1,4 +1,4 @@
-"""Inputs that require gradients, as every weight does: no output may hold their graph."""
+"""Tensors that an op meets as torch has them: with gradients, or without memory."""
 
 import fuzz_ops
 import pytest
@@ -40,3 +40,15 @@ def test_the_python_face_of_the_reference_holds_none_either(op):
         )
     assert not cache.requires_grad and not out.requires_grad
     assert cache[0, 0].any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_meta_tensor_among_real_ones_is_refused(op):
+    """torch takes the fake for it: without a word, nothing would be written."""
+    args = fuzz_ops.MAKERS[op](fuzz_ops.Case(0))
+    function = getattr(torch.ops.spec_kernels, op).default
+    places = [i for i, t in enumerate(args) if isinstance(t, torch.Tensor)]
+    for i in places:
+        some = [t.to("meta") if j == i else t for j, t in enumerate(args)]
+        with pytest.raises(Exception, match=f"{op}: tensors: expected all on meta or none"):
+            function(*some)

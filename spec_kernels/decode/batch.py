@@ -473,6 +473,11 @@ class Batch:
             with torch.inference_mode():
                 parts = (self.cycles, self.prefill, self.cache, self.slack)
                 costs = measure_costs(*parts, rungs)
+        if costs.buckets[0] > 1 or costs.buckets[-1] < self.max_requests:
+            raise ValueError(
+                f"batch: adaptive: costs: expected those of cycles of 1 to {self.max_requests} "
+                f"requests, got {costs.buckets}"
+            )
         form = "conditional" if plan.kind == "chain" else "cumulative"
         return Adapter(rungs, costs, form=form, **adaptive.options)
 

@@ -225,6 +225,10 @@ class GraphRunner:
             buffer = plan.inputs[name]
             rows = buffer.shape[0] // num_places * num_requests
             shape = (rows, *buffer.shape[1:])
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"graph runner: {name}: expected a tensor, got {type(value).__name__}"
+                )
             if tuple(value.shape) != shape or value.dtype != buffer.dtype:
                 raise ValueError(
                     f"graph runner: {name}: expected {buffer.dtype} of shape {shape} for "
@@ -232,7 +236,8 @@ class GraphRunner:
                 )
         for name, value in inputs.items():
             buffer = plan.inputs[name]
-            buffer[: value.shape[0]].copy_(value, non_blocking=True)
+            # Detached: a buffer would keep the history of whatever was ever copied to it.
+            buffer[: value.shape[0]].copy_(value.detach(), non_blocking=True)
             buffer[value.shape[0] :].fill_(plan.padding[name])
         return self._replay(bucket)
 
@@ -298,6 +303,8 @@ class GraphRunner:
         return _Captured(plan, replay, outputs)
 
     def _check_plan(self, plan: Plan, bucket: int) -> None:
+        if not isinstance(plan, Plan):
+            raise ValueError(f"make: expected a Plan, got {type(plan).__name__}")
         if plan.inputs.keys() != plan.padding.keys():
             raise ValueError(
                 f"padding: expected a value for each of {sorted(plan.inputs)}, got "
@@ -305,6 +312,8 @@ class GraphRunner:
             )
         num_requests = bucket // self.tokens_per_request
         for name, buffer in plan.inputs.items():
+            if not isinstance(buffer, Tensor):
+                raise ValueError(f"inputs: {name}: expected a tensor, got {type(buffer).__name__}")
             if buffer.dim() == 0 or buffer.shape[0] % num_requests:
                 raise ValueError(
                     f"inputs: {name}: expected a whole number of rows for each of {num_requests} "
@@ -400,6 +409,8 @@ class _Fingerprint:
         # Their addresses, and the versions that count writes, of those that have one.
         self._tensors: list[tuple[Tensor, int, str]] = []
         self._versioned: list[tuple[Tensor, int, str]] = []
+        # A version counts what changes a tensor's form in place, too; others show it themselves.
+        self._formed: list[tuple[Tensor, tuple, str]] = []
         rest = [(name, (value,), 0, value)]
         seen: set[int] = set()
         while rest:
@@ -414,6 +425,8 @@ class _Fingerprint:
             self._tensors.append((item, item.data_ptr(), name))
             if versions and not item.is_inference():
                 self._versioned.append((item, item._version, name))
+            else:
+                self._formed.append((item, _form(item), name))
 
     def change(self) -> str | None:
         """What has changed, in words."""
@@ -427,10 +440,17 @@ class _Fingerprint:
         for tensor, address, name in self._tensors:
             if tensor.data_ptr() != address:
                 return f"{name} was moved"
+        for tensor, form, name in self._formed:
+            if _form(tensor) != form:
+                return f"{name} was given another shape or dtype"
         for tensor, version, name in self._versioned:
             if tensor._version != version:
                 return f"{name} was written"
         return None
+
+
+def _form(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 _PLAIN = (bool, int, float, str)

@@ -529,6 +529,10 @@ def test_a_prompt_that_fails_half_way_leaves_nothing(bench, monkeypatch):
         ({"read_behind": NAN}, r"read_behind: expected integers, got \[nan\]"),
         ({"max_tokens": 1}, "max_tokens: expected at least 2, a prompt and a token, got 1"),
         ({"page_size": 1.5}, r"page_size: expected integers, got \[1.5\]"),
+        (
+            {"max_requests": 3, "adaptive": Adaptive(costs=CostTable({(1, 1): 1.0, (1, 4): 2.0}))},
+            r"adaptive: costs: expected those of cycles of 1 to 3 requests, got \[1\]",
+        ),
     ],
 )
 def test_impossible_batches_are_refused(bench, options, message):

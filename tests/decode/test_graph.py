@@ -257,8 +257,9 @@ def test_a_batch_beyond_the_largest_bucket_is_refused_before_anything_runs(tiny,
         (lambda x: x.update(tokens=x["tokens"][:1]), r"tokens: .* \(2, 4\) for 2 requests"),
         (lambda x: x.update(tokens=x["tokens"].int()), r"tokens: .*int64 .* got torch.int32"),
         (lambda x: x.update(ancestors=x["ancestors"][..., 0]), r"ancestors: .* \(2, 4, 1\)"),
+        (lambda x: x.update(tokens=x["tokens"].tolist()), "tokens: expected a tensor, got list"),
     ],
-    ids=["missing", "unknown", "rows", "dtype", "dimensions"],
+    ids=["missing", "unknown", "rows", "dtype", "dimensions", "list"],
 )  # fmt: skip
 def test_bad_inputs_are_refused_before_anything_is_written(tiny, change, message):
     runner = Verifier(tiny).runner([8])
@@ -324,6 +325,8 @@ def test_results_of_some_runs_only_are_refused():
         (Plan(lambda: None, {}, {"x": 0}), "padding: expected a value for each of"),
         (Plan(lambda: None, {"x": torch.zeros(3)}, {"x": 0}), "inputs: x: expected a whole"),
         (Plan(lambda: None, {"x": torch.zeros(())}, {"x": 0}), "inputs: x: expected a whole"),
+        (Plan(lambda: None, {"x": [0, 0]}, {"x": 0}), "inputs: x: expected a tensor, got list"),
+        (None, "make: expected a Plan, got NoneType"),
     ],
 )  # fmt: skip
 def test_plans_that_cannot_be_padded_are_refused(plan, message):
@@ -475,6 +478,38 @@ def test_what_does_not_matter_invalidates_nothing():
         cache["k"] = torch.zeros(4)
         with pytest.raises(StaleGraph, match=r"buffers\['k'\] was replaced"):
             runner.replay(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.resize_(2, 3),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.t_(),
+        lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    ],
+    ids=["fewer rows", "another dimension", "other strides", "another dtype"],
+)
+def test_a_buffer_of_another_form_at_the_same_place_invalidates(change):
+    with torch.inference_mode(False):
+        cache = torch.zeros(3, 3)
+        runner = GraphRunner(lambda b: Plan(lambda: None), [4], buffers={"k": cache})
+        runner.capture()
+        runner.replay(4)
+        place = cache.data_ptr()
+        change(cache)
+        assert cache.data_ptr() == place
+        with pytest.raises(StaleGraph, match=r"buffers\['k'\] was given another shape or dtype"):
+            runner.replay(4)
+
+
+def test_inputs_leave_no_history_in_their_buffer():
+    with torch.inference_mode(False):
+        x = torch.zeros(4, 3)
+        runner = GraphRunner(lambda b: Plan(lambda: x, {"x": x}, {"x": 0.0}), [4])
+        runner.capture()
+        out = runner.run(2, x=torch.ones(2, 3, requires_grad=True))
+        assert not out.requires_grad and out.sum() == 6
 
 
 def test_another_drafter_or_a_weight_of_one_layer_invalidates(tiny):

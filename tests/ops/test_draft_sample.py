@@ -684,3 +684,8 @@ def test_the_reference_waits_for_no_device():
     case = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in sound().items()}
     tokens, confidence = draft_sample(**case, backend="reference")
     assert tokens.device.type == confidence.device.type == "meta"
+
+
+def test_a_depth_beyond_64_bits_is_refused(backend):
+    with pytest.raises(ValueError, match="depth: expected an integer of 64 bits, got 9223372"):
+        draft_sample(torch.zeros(1, 1, 4), None, torch.tensor([1]), 2**63, 2, backend=backend)

@@ -96,6 +96,8 @@ def draft_sample(
     check_tensor(_OP, "context_lens", context_lens, (batch,), INTEGERS, device)
     if depth < 1:
         fail(_OP, "depth", "at least 1", depth)
+    if depth >= 2**63:
+        fail(_OP, "depth", "an integer of 64 bits", depth)
     if temperature is not None:
         check_tensor(_OP, "temperature", temperature, (batch,), _FLOAT32, device)
     if seeds is not None:
