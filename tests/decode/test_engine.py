@@ -481,6 +481,10 @@ def test_the_first_difference_has_its_logits(tiny):
     assert engine.batch.cache.context_lens.tolist() == [INERT]
     with pytest.raises(ValueError, match="logits_after: expected at least one id"):
         engine.logits_after([])
+    for wrong in (-1, 40):
+        message = rf"logits_after: expected ids in \[0, 40\), got {wrong}"
+        with pytest.raises(ValueError, match=message):
+            engine.logits_after([1, wrong])
 
 
 @pytest.mark.parametrize(
