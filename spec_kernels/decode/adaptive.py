@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -95,7 +96,7 @@ class CostTable:
                     f"{self.nodes} nodes, got a gap or a surplus at {gap}"
                 )
             for key, ms in table.items():
-                if not (isinstance(ms, int | float) and 0 < ms < math.inf):
+                if not (isinstance(ms, int | float) and 0 < ms <= sys.float_info.max):
                     raise ValueError(
                         f"cost table: {name}: expected positive milliseconds at {key}, got {ms}"
                     )

@@ -55,7 +55,7 @@ class Request:
     Ids are kept as they were when this was made, whatever becomes of the caller's list.
 
     Raises:
-        ValueError: ids or max_new_tokens are no integers.
+        ValueError: ids or max_new_tokens are no integers, sampling no ``SamplingParams``.
     """
 
     prompt: Sequence[int]
@@ -69,6 +69,9 @@ class Request:
             object.__setattr__(self, name, integers(f"batch: {name}", getattr(self, name)))
         number = integers("batch: max_new_tokens", [self.max_new_tokens])
         object.__setattr__(self, "max_new_tokens", number[0])
+        if not isinstance(self.sampling, SamplingParams):
+            got = type(self.sampling).__name__
+            raise ValueError(f"batch: sampling: expected SamplingParams, got {got}")
 
 
 @dataclasses.dataclass(frozen=True)

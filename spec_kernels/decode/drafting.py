@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from spec_kernels.decode.sampling import integers
 from spec_kernels.decode.state import BatchState
 from spec_kernels.models.drafter import AbsentDrafter, Drafter
 from spec_kernels.models.layers import Step
@@ -465,6 +466,7 @@ class DraftPlan:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"drafting: kind: expected one of {KINDS}, got {self.kind!r}")
+        integers("drafting: draft-steps, topk", (self.steps, self.topk))
         if self.sampled and self.kind == "dynamic":
             raise ValueError(
                 "drafting: draft-sampling: expected a chain or a static tree, whose drafts are not "

@@ -198,6 +198,7 @@ def test_a_table_from_another_rank_is_the_same_to_the_bit():
         ({(1, 1): 1.0}, {}, "evicted: expected a cost for each"),
         ({(1, 1): 0.0}, None, "positive milliseconds"),
         ({(1, 1): float("nan")}, None, "positive milliseconds"),
+        ({(1, 1): 10**400}, None, "positive milliseconds"),
     ],
 )
 def test_bad_tables_are_refused(full, evicted, message):

@@ -216,6 +216,7 @@ def test_static_paths_are_prefix_closed_and_likeliest_first():
     [
         (("ring",), "kind: expected one of"),
         (("chain", 0), "draft-steps: expected at least 1, got 0"),
+        (("chain", 1.5), r"draft-steps, topk: expected integers, got \(1.5, 1\)"),
         (("chain", 65), "draft-steps: expected at most 64"),
         (("chain", 3, 2), "topk: expected 1 for a chain, got 2"),
         (("dynamic", 3, 0), "topk: expected at least 1, got 0"),

@@ -471,11 +471,12 @@ def test_a_step_that_breaks_off_loses_nothing_that_was_read(tiny, wanted, kind):
         ({"stop_ids": [5.5]}, r"batch: stop_ids: expected integers, got \[5.5\]"),
         ({"stop_ids": None}, "batch: stop_ids: expected integers, got None"),
         ({"max_new_tokens": 2.5}, r"batch: max_new_tokens: expected integers, got \[2.5\]"),
+        ({"sampling": {"seed": 1}}, "batch: sampling: expected SamplingParams, got dict"),
         # No comparison with it is true: it would wait at the head of the queue for ever.
         ({"max_new_tokens": float("nan")}, "batch: max_new_tokens: expected integers"),
     ],
 )
-def test_numbers_that_are_no_integers_are_refused_at_once(tiny, wanted, change, match):
+def test_values_of_another_kind_are_refused_at_once(tiny, wanted, change, match):
     engine = tiny.engine()
     with pytest.raises(ValueError, match=match):
         engine.generate(**{"prompt": PROMPTS[0], "max_new_tokens": NEW} | change)
