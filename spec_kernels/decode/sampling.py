@@ -100,6 +100,16 @@ class SamplingOptions:
     allowed: bool = False
     typical: tuple[float, float] | None = None
 
+    def __post_init__(self):
+        if self.typical is None:
+            return
+        epsilon, delta = self.typical
+        if not (0 < epsilon <= 1 and 0 < delta < math.inf):
+            raise ValueError(
+                "sampling: typical: expected epsilon in (0, 1] and a finite delta > 0, got "
+                f"{self.typical}"
+            )
+
 
 @dataclasses.dataclass
 class SamplingTensors:

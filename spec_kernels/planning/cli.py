@@ -132,6 +132,8 @@ def _answer(args: argparse.Namespace) -> Answer:
         make_answer,
     )
 
+    if args.tail is not None and args.trace is not None:
+        raise ValueError("--tail: expected no --trace, which is replayed as deep as recorded")
     acceptance = _acceptance(args)
     if args.tail is not None and acceptance is None:
         raise ValueError("--tail: expected rates that it continues (--full-acc, --log, ...)")

@@ -102,3 +102,9 @@ def test_ids_outside_the_vocabulary_are_refused(change):
     tensors = SamplingTensors.allocate(1, 40, "cpu", options)
     with pytest.raises(ValueError, match=r"expected ids in \[0, 40\), got"):
         tensors.check(SamplingParams(**change), 40)
+
+
+@pytest.mark.parametrize("typical", [(0.0, 0.5), (1.1, 0.5), (0.3, 0.0), (0.3, float("inf"))])
+def test_typical_acceptance_out_of_range_is_refused(typical):
+    with pytest.raises(ValueError, match=r"typical: expected epsilon in \(0, 1\]"):
+        SamplingOptions(typical=typical)

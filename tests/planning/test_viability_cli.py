@@ -298,6 +298,7 @@ def test_drafts_that_do_not_pay(run, tmp_path):
         (["--draft-overhead", "0.15"], "--draft-overhead: expected --plain-tok-s"),
         (["--draft-overhead", "-1", "--plain-tok-s", "80"], "overhead: expected a finite number"),
         (["--tail", "0.5"], "--tail: expected rates that it continues"),
+        (["--trace", "no.jsonl", "--tail", "0.5"], "--tail: expected no --trace"),
         (["--counts", "5"], "--counts: expected one of --log, --full-acc, --cond-acc with it"),
         (["--series", "greedy"], "--series: expected one of --log, --decode-json, --trace with it"),
         (["--log", "/no/such/file"], "/no/such/file"),
