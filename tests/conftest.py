@@ -65,6 +65,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_gpu)
     items.sort(key=_rank)
+    _keep_share(config, items)
+
+
+def _keep_share(config, items):
+    """``SPEC_KERNELS_TEST_SHARE=i/n`` runs one test of n, those of another i otherwise."""
+    index, count = map(int, os.environ.get("SPEC_KERNELS_TEST_SHARE", "0/1").split("/"))
+    left_out = [item for i, item in enumerate(items) if i % count != index]
+    if left_out:
+        items[:] = items[index::count]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,11 +1,11 @@
 """Builds the libraries under AddressSanitizer and UBSan and checks them (make sanitize).
 
     python tests/sanitize.py BUILD_DIR [--simd] [SCRIPT ARGUMENT...]
-    python tests/sanitize.py --cuda-on-host [SECONDS [SCHEDULES]]
+    python tests/sanitize.py --cuda-on-host [SECONDS [SCHEDULES [SHARE]]]
 
 The first is about the CPU libraries, the second about the CUDA sources on the emulated machine of
 ``tests/cuda_on_host``: its own tests, the ops' suites under so many SCHEDULES (4), then malformed
-calls for SECONDS (30).
+calls for SECONDS (30). SHARE, as 0/2 or 1/2, is the half of the tests of suites that take minutes.
 
 The libraries go beside a copy of the package in ``BUILD_DIR/tree``, where nothing else finds them;
 the check (``tests/fuzz_ops.py`` by default) runs against that copy. Only the plain kernels are
@@ -76,7 +76,7 @@ def sanitized_environment() -> dict[str, str]:
     }
 
 
-def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
+def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4", share: str = "0/1") -> int:
     suites = [
         p for d in ("comm", "ops", "compat") for p in sorted((ROOT / "tests" / d).glob("test_*.py"))
     ]
@@ -97,6 +97,8 @@ def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4") -> int:
     def run(name, seed, command):
         environment = sanitized_environment()
         environment |= {"SIMT_SANITIZE": "1", "SIMT_SEED": str(seed), "PYTHONPATH": str(ROOT)}
+        if name in LONG_SUITES:
+            environment["SPEC_KERNELS_TEST_SHARE"] = share
         environment.setdefault("SPEC_KERNELS_ALLREDUCE_CALLS", "4")
         done = subprocess.run(
             command,
