@@ -5,7 +5,7 @@
 
 The first is about the CPU libraries, the second about the CUDA sources on the emulated machine of
 ``tests/cuda_on_host``: its own tests, the ops' suites under so many SCHEDULES (4), then malformed
-calls for SECONDS (30). SHARE, as 0/2 or 1/2, is the half of the tests of suites that take minutes.
+calls for SECONDS (30). SHARE, as 0/2 or 1/2, is the half of the suites' tests that is run.
 
 The libraries go beside a copy of the package in ``BUILD_DIR/tree``, where nothing else finds them;
 the check (``tests/fuzz_ops.py`` by default) runs against that copy. Only the plain kernels are
@@ -97,7 +97,7 @@ def check_cuda_on_host(seconds: str = "30", num_schedules: str = "4", share: str
     def run(name, seed, command):
         environment = sanitized_environment()
         environment |= {"SIMT_SANITIZE": "1", "SIMT_SEED": str(seed), "PYTHONPATH": str(ROOT)}
-        if name in LONG_SUITES:
+        if command is not machine:
             environment["SPEC_KERNELS_TEST_SHARE"] = share
         environment.setdefault("SPEC_KERNELS_ALLREDUCE_CALLS", "4")
         done = subprocess.run(
